@@ -19,6 +19,14 @@ EXIT_USER_ERROR = 2
 SIGNAL_STATUS = 128
 """Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
 
+_MAX_REASON_CHARS = 160
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text for a message, cut off if it is long; its type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_CHARS]
+
+
 Result = TypeVar("Result")
 Names = Mapping[str, "str | Setting"]
 _NAMES: ContextVar[Names] = ContextVar("_NAMES", default=MappingProxyType({}))

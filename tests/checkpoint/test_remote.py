@@ -27,7 +27,7 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.remote_path import RemotePath
+from moefold.remote_path import RemoteError, RemotePath
 from moefold.train.run_folder import choose_run_folder
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
@@ -196,7 +196,7 @@ def _failed_save(cfg: Config) -> str:
 
     def fail(self, mode="r", *_, **__):
         if dist.get_rank() == 1 and mode == "wb":
-            raise save_load.RemoteError(5, "the connection was reset", str(self))
+            raise RemoteError(5, "the connection was reset", str(self))
         return original(self, mode)
 
     state = {f"model.{dist.get_rank()}": torch.ones(3)}

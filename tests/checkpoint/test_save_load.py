@@ -25,7 +25,8 @@ from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.commit import commit
 from moefold.checkpoint.folder_writer import tmp_checkpoint_path
-from moefold.checkpoint.save_load import checkpoint_state, resolve_resume, translate_io_errors, write_checkpoint
+from moefold.checkpoint.io_errors import translate_io_errors
+from moefold.checkpoint.save_load import checkpoint_state, resolve_resume, write_checkpoint
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -293,7 +294,7 @@ def _save_over_a_draft(cfg: Config) -> bool:
         return save(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_load.shutil, "rmtree", delete_slowly)
+        patch.setattr(shutil, "rmtree", delete_slowly)
         patch.setattr(save_load.dcp, "save", note_and_save)
         _save(cfg, [1])
     return found[0]

@@ -1,8 +1,5 @@
 """Several ranks convert together, and end quietly."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.convert.hf_folders import add_tokenizer, assert_same_folder
@@ -10,11 +7,6 @@ from tests.convert.hf_models import make_model, save_model
 from tests.e2e.agents import run_on_ranks
 
 pytestmark = pytest.mark.e2e
-
-
-def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moefold"]
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_two_ranks_import_and_export(tmp_path):
@@ -30,7 +22,7 @@ def test_two_ranks_import_and_export(tmp_path):
 def test_a_fault_ends_both_with_one_message(tmp_path):
     folder = add_tokenizer(save_model(make_model("qwen3-moe"), tmp_path / "hf"))
     (folder / "tokenizer.json").unlink()
-    done = _torchrun("import", str(folder), str(tmp_path / "ckpt"))
+    done = run_on_ranks(["import", str(folder), str(tmp_path / "ckpt")], 2)
     assert done.returncode != 0
     assert done.stderr.count("moefold: error: ") == 1
     assert "has no tokenizer" in done.stderr

@@ -5,8 +5,7 @@ import pytest
 from moefold.launch import meeting
 from moefold.launch.meeting import Meeting
 from moefold.launch.meeting_sites import SILENT_S
-from moefold.launch.signed_lines import Message
-from moefold.launch.site_request import BadRequestError
+from moefold.launch.signed_lines import BadRequestError, Message
 from moefold.launch.site_round import (
     MIN_GRACE_ROUNDS,
     MIN_GRACE_S,

@@ -88,16 +88,16 @@ def _numbers(records: list[dict[str, object]]) -> list[tuple[object, ...]]:
 
 def test_weight_with_an_infinite_beta_is_fine_tuning_by_bits(folder: Path):
     """The largest beta that a recipe may have is infinite for these rewards: exp(-0.02 / beta) rounds to 1."""
-    plain = _train(folder, "plain", "scored", "run.steps=3")
-    flat = _train(folder, "flat", "scored", "run.steps=3", "align.method=weight", "align.method.beta=1e15")
-    steep = _train(folder, "steep", "scored", "run.steps=3", "align.method=weight", "align.method.beta=0.01")
+    plain = _train(folder, "plain", "scored", "run.steps=2")
+    flat = _train(folder, "flat", "scored", "run.steps=2", "align.method=weight", "align.method.beta=1e15")
+    steep = _train(folder, "steep", "scored", "run.steps=1", "align.method=weight", "align.method.beta=0.01")
     assert _numbers(flat) == _numbers(plain)
     assert steep[0]["loss"] != plain[0]["loss"]
 
 
 def test_filter_of_the_best_is_fine_tuning_on_the_filtered_file_by_bits(folder: Path):
-    best = _train(folder, "best", "best", "run.steps=3")
-    assert _numbers(_train(folder, "filtered", "scored", "run.steps=3", "align.method=filter")) == _numbers(best)
+    best = _train(folder, "best", "best", "run.steps=2")
+    assert _numbers(_train(folder, "filtered", "scored", "run.steps=2", "align.method=filter")) == _numbers(best)
 
 
 FIRST_LOSS = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
@@ -117,14 +117,14 @@ def test_the_first_step_compares_the_initial_weights_with_themselves(folder: Pat
 
 def test_a_resumed_run_keeps_its_reference(folder: Path):
     settings = ("align.method=dpo", "align.method.beta=0.5")
-    whole = _train(folder, "whole", "pairs", "run.steps=4", *settings)
-    _train(folder, "run", "pairs", "run.steps=2", *settings)
+    whole = _train(folder, "whole", "pairs", "run.steps=3", *settings)
+    _train(folder, "run", "pairs", "run.steps=1", *settings)
     shutil.copytree(folder / "run", folder / "copy")
-    assert _numbers(_train(folder, "run", "pairs", "run.steps=4", *settings)) == _numbers(whole)
+    assert _numbers(_train(folder, "run", "pairs", "run.steps=3", *settings)) == _numbers(whole)
     (file,) = (folder / "copy").glob("reference-*.npy")
     file.unlink()
     with pytest.raises(ConfigError, match="has no readable reference-.*; restore the file and the data, or start a"):
-        _train(folder, "copy", "pairs", "run.steps=4", *settings)
+        _train(folder, "copy", "pairs", "run.steps=3", *settings)
 
 
 @pytest.mark.slow

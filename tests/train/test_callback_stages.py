@@ -43,10 +43,12 @@ def _train_in_order(cfg: Config, is_reversed: bool) -> list[str]:
     """Train with the callbacks of each stage in one of both orders; return their names."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
     if is_reversed:
-        backwards = trainer._callbacks[::-1]
-        trainer._callbacks = tuple(sorted(backwards, key=lambda callback: callback.stage))
+        backwards = list(trainer.callbacks)
+        backwards.reverse()
+        trainer.callbacks = tuple(sorted(backwards, key=lambda callback: callback.stage))
+        trainer.callbacks_after_step = trainer.callbacks
     assert trainer.run(StopSignals()) == 0
-    return [type(callback).__name__ for callback in trainer._callbacks]
+    return [type(callback).__name__ for callback in trainer.callbacks_after_step]
 
 
 def _values(run_dir: Path) -> list[dict[str, Any]]:

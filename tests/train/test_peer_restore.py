@@ -138,19 +138,19 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize("case", ["three of four", *slow((name,) for name in CASES if name != "three of four")])
-def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(fresh_pool, tmp_path: Path, case: str):
+def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(pool, tmp_path: Path, case: str):
     mapping, members, new_mapping, settings = CASES[case]
     old = recipe(tmp_path / "run", 4, LAST, parallel=mapping, **_copy(settings))
     new = recipe(tmp_path / "run", len(members), STEPS, parallel=new_mapping, **_copy(settings))
-    assert fresh_pool.run(4, _lose_ranks, old, new, members, tmp_path) == [""] * 4
+    assert pool.run(4, _lose_ranks, old, new, members, tmp_path) == [""] * 4
     # From the checkpoint of the same step.
     from_disk = replace(new, run=replace(new.run, dir=str(tmp_path / "disk")))
     start = str(tmp_path / "run" / "checkpoints" / f"step-{LAST:06}")
     from_disk = replace(from_disk, checkpoint=replace(from_disk.checkpoint, resume=start))
-    fresh_pool.run(len(members), _train, from_disk)
+    pool.run(len(members), _train, from_disk)
     assert differing_tensors(_last(tmp_path / "run"), _last(tmp_path / "disk")) == []
     if settings.get("dtype") is None:
-        fresh_pool.run(1, _train, recipe(tmp_path / "one", 1, STEPS, **_copy(settings)))
+        pool.run(1, _train, recipe(tmp_path / "one", 1, STEPS, **_copy(settings)))
         assert farthest(tmp_path / "run", tmp_path / "one") < 1e-9
 
 
@@ -175,12 +175,12 @@ class _Clock(Callback):
         (self._folder / f"{run.groups.world.size}-{run.groups.rank}.json").write_text(json.dumps(self._steps))
 
 
-def test_callbacks_go_on_with_the_state_of_rank_0_which_may_move(fresh_pool, tmp_path: Path):
+def test_callbacks_go_on_with_the_state_of_rank_0_which_may_move(pool, tmp_path: Path):
     """Rank 0 is lost, and its callback has counted."""
     old = recipe(tmp_path / "run", 3, LAST, parallel={"zero": 2}, train={"global_batch_size": 6})
     new = recipe(tmp_path / "run", 2, STEPS, parallel={"zero": 2}, train={"global_batch_size": 6})
     clock = _Clock(tmp_path)
-    assert fresh_pool.run(3, _lose_ranks, old, new, (1, 2), tmp_path, None, [clock]) == [""] * 3
+    assert pool.run(3, _lose_ranks, old, new, (1, 2), tmp_path, None, [clock]) == [""] * 3
     found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*-*.json")}
     assert found == {"3-0": [1, 2], "3-1": [], "3-2": [], "2-0": [1, 2, 3], "2-1": [1, 2]}
 

@@ -224,8 +224,14 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
     ("dtype", "sampling"),
     [
         ("bfloat16", {"ep": 1, "pp": 2}),
-        ("float32", {"experts": "fetch"}),
-        *slow([("float32", {"ep": 1, "pp": 2}), ("bfloat16", {"experts": "fetch"}), ("float32", {"experts": "whole"})]),
+        *slow(
+            [
+                ("float32", {"experts": "fetch"}),
+                ("float32", {"ep": 1, "pp": 2}),
+                ("bfloat16", {"experts": "fetch"}),
+                ("float32", {"experts": "whole"}),
+            ]
+        ),
     ],
 )
 def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype, sampling):

@@ -33,8 +33,9 @@ def pause(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _train(cfg: Config) -> None:
-    torch.nn.modules.module.register_module_forward_hook(pause)
+    handle = torch.nn.modules.module.register_module_forward_hook(pause)
     Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))).run(StopSignals())
+    handle.remove()
 
 
 MAPPINGS = [
@@ -45,10 +46,12 @@ MAPPINGS = [
 
 
 @pytest.mark.parametrize("parallel", MAPPINGS)
-def test_only_the_slow_rank_is_named(fresh_pool, tmp_path: Path, parallel):
+def test_only_the_slow_rank_is_named(pool, tmp_path: Path, parallel):
     cfg = tiny(faults={"straggler_factor": 1.5}, **parallel)
-    cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=20, device="cpu", dtype="float64"))
-    fresh_pool.run(4, _train, cfg)
+    cfg = replace(
+        cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=REPORT_SLOW_STEPS + 4, device="cpu", dtype="float64")
+    )
+    pool.run(4, _train, cfg)
     (named,) = read_faults(tmp_path)
     assert (named["kind"], named["rank"]) == ("straggler", SLOW_RANK)
     assert REPORT_SLOW_STEPS <= named["step"] <= cfg.run.steps

@@ -48,7 +48,6 @@ def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, pat
 
     Args:
         stored: `adapter_settings` of the checkpoint; empty if it has all weights.
-        path: the checkpoint.
     """
     if not stored and not lora.rank:
         return ""
@@ -90,11 +89,6 @@ def folder_digest(folder: Path) -> str:
 
 def check_base(settings: Mapping[str, Any], base: Path, checkpoint: str) -> None:
     """Check that a folder holds the weights that adapters were trained on.
-
-    Args:
-        settings: `adapter_settings` of the checkpoint.
-        base: the folder.
-        checkpoint: the checkpoint, for the message.
 
     Raises:
         ConfigError: the folder does not exist, or its files have changed.

@@ -163,7 +163,6 @@ def skipped_checkpoints(requested: Path, opened: Path) -> list[str]:
     """Return the later checkpoints without a description that `newest_checkpoint` skipped, each with the reason.
 
     Args:
-        requested: the path that the user named.
         opened: the checkpoint that `newest_checkpoint` returned for it.
     """
     if (requested / META_FILE).is_file() or step_of(opened) < 0 or names_best(requested):
@@ -234,7 +233,6 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
     """Compare the files of a checkpoint with its manifest; collective over `world`, which shares the reading.
 
     Args:
-        path: the checkpoint.
         world: all processes; each reads a part of the files, a block at a time.
         checks_hashes: compare hashes; else only sizes and the content of `META_FILE`.
 

@@ -57,7 +57,6 @@ class FolderWriter:
 
     Args:
         folder: the folder of checkpoints; need not exist.
-        key: recipe key of the folder, for messages.
     """
 
     def __init__(self, folder: Path, key: str) -> None:

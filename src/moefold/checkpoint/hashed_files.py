@@ -43,7 +43,6 @@ class HashingThread:
 
         Args:
             digest: not to be read before `drain`.
-            block: contiguous bytes.
         """
         while self._waiting and (self._waiting_bytes + len(block) > MAX_WAITING_BYTES or self._waiting[0][0].done()):
             self._wait_for_first()
@@ -94,10 +93,7 @@ class OrderedHashes:
         """Add bytes, which must not change later.
 
         Args:
-            name: name of the file or tensor.
-            total_bytes: its whole size.
             offset: position of the first of these bytes in it.
-            data: the bytes.
         """
         progress = self._progress.setdefault(name, _Progress(total_bytes))
         end = offset + len(data)
@@ -114,7 +110,6 @@ class HashingWriter(dcp.FileSystemWriter):
     """DCP writer of a folder whose data files are hashed while they are written.
 
     Args:
-        folder: an existing folder.
         thread: the thread that hashes; None: the writing thread.
         sync_files: whether a file is on the disk when it is complete.
         per_thread_copy_ahead: bytes that are copied from a GPU before they are written; see base class.
@@ -178,7 +173,6 @@ class _HashedStream:
         return len(content)
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self.size
 
     def __getattr__(self, name: str) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.bounded_read import batch_by_size
-from moefold.checkpoint.safe_metadata import SafeReader, read_metadata, shards_of
-from moefold.checkpoint.save_load import check_tensor_files, translate_read_errors
+from moefold.checkpoint.io_errors import translate_read_errors
+from moefold.checkpoint.safe_metadata import SafeReader, check_tensor_files, read_metadata, shards_of
 from moefold.checkpoint.shard_file import check_shards
 
 BATCH_BYTES = 1 << 28

@@ -85,11 +85,6 @@ def choose_members(
     """Return `count` survivors that together have every shard of the newest possible step; None if no choice has them.
 
     Ranks of high numbers are left out first. A survivor with the only copy of a shard stays.
-
-    Args:
-        held_by_survivor: as for `choose_step`.
-        old_layout: as for `choose_step`.
-        count: number of ranks of the new mapping.
     """
     step = choose_step(held_by_survivor, old_layout)
     if step is None:
@@ -103,12 +98,7 @@ def choose_members(
 
 
 def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return the peer of each rank: the next rank along dp, on another node if possible.
-
-    Args:
-        layout: the mapping; dp is at least 2.
-        nodes: node of each rank.
-    """
+    """Return the peer of each rank: the next rank along dp (at least 2), on another node if possible."""
     world = range(layout.world_size)
     groups = [layout.attention.group(rank, "dp") for rank in world]
     index = [group.index(rank) for rank, group in zip(world, groups, strict=True)]
@@ -142,8 +132,6 @@ def plan_copies(
 
     Args:
         boxes: for each rank, the box of each entry of its state.
-        peers: peer of each rank.
-        nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
     for rank, rank_boxes in enumerate(boxes):
@@ -216,7 +204,6 @@ class PeerSnapshots:
     `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
-        node: the machine of this process; None: its host name.
         max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
     """
 
@@ -303,7 +290,6 @@ class PeerSnapshots:
 
         Args:
             step: a step that every member of the lost mapping holds.
-            world: all ranks of the new mapping.
         """
         has_step = any(slot.step == step for slot in self._slots)
         states = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
@@ -322,8 +308,6 @@ class PeerSnapshots:
 
         Args:
             state: this rank's shards, see `checkpoint_state`; the same entries at every call under one mapping.
-            train_state: progress of the run.
-            groups: the process groups of the mapping.
         """
         if groups.layout.dp == 1:
             # A job without other replicas cannot lose another rank.
@@ -430,7 +414,6 @@ class PeerSnapshots:
         Args:
             step: a step that every rank of the new mapping holds.
             state: shards of the new mapping, see `checkpoint_state`; they are overwritten.
-            world: all ranks of the new mapping.
             device: device that `world` communicates from.
 
         Returns:

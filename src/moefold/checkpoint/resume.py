@@ -64,8 +64,6 @@ def data_order_change(
     Files are compared by their content: other paths with the same fingerprints are not a difference.
 
     Args:
-        meta: metadata of the checkpoint.
-        order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files; None: compare only the settings.
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
@@ -100,13 +98,7 @@ def data_order_change(
 
 
 def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
-    """Return the metadata of a checkpoint with the names that its data files have in the recipe.
-
-    Args:
-        meta: metadata of the checkpoint.
-        order: `sample_order` of the recipe.
-        fingerprints: current fingerprints of the data files.
-    """
+    """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
     old = data_files(_recorded_order(meta), meta.data_files)
     new = data_files(order, fingerprints)
     names = names_now(old, meta.data_files, new, fingerprints)
@@ -122,7 +114,6 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
     """Return a message about data of the same content at other paths than in a checkpoint; empty if no data moved.
 
     Args:
-        meta: metadata of the checkpoint.
         order: `sample_order` of the recipe; `data_order_change` returns "" for it.
     """
     recorded = _recorded_order(meta)
@@ -169,12 +160,17 @@ def find_resume(cfg: Config) -> Path | None:
     Raises:
         ConfigError: see `check_compatible`.
     """
-    damaged: list[str] = []
-    path = resume_candidate(cfg.run, cfg.checkpoint)
-    while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
-        damaged.append(str(path))
-        path = resume_candidate(cfg.run, cfg.checkpoint, damaged)
+    find = newest_intact_checkpoint if cfg.checkpoint.resume == "auto" else resume_candidate
+    path = find(cfg.run, cfg.checkpoint)
     check_compatible(path, cfg)
+    return path
+
+
+def newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
+    """Return the newest checkpoint of the run whose file sizes are right."""
+    damaged: list[str] = []
+    while (path := resume_candidate(run, checkpoint, damaged)) is not None and quick_validate(path):
+        damaged.append(str(path))
     return path
 
 
@@ -190,11 +186,6 @@ def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Cont
 
 def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
     """Check that a run can continue from a checkpoint (None: start from scratch).
-
-    Args:
-        path: the checkpoint.
-        cfg: the recipe.
-        fingerprints: see `data_order_change`.
 
     Raises:
         ConfigError: it is of another model, of another step than its name, or ends no round of rl.updates; "auto" found
@@ -236,8 +227,6 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
-        stored: sizes in a checkpoint.
-        model: the model for comparison.
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
     saved = model_of(stored)

@@ -64,8 +64,6 @@ class RunStates:
         """Register an object.
 
         Args:
-            name: its name in checkpoints.
-            owner: the object.
             after: names of the objects that must be loaded before it.
 
         Raises:
@@ -123,7 +121,6 @@ class RunStates:
         """Restore all objects in the order that they require; collective.
 
         Args:
-            states: result of `state_dict`.
             path: the checkpoint; None if the tensors are restored by other means.
 
         Raises:
@@ -177,11 +174,7 @@ def _state_of(owner: Stateful, name: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
-    """Return a copy of JSON values of bounded depth.
-
-    Raises:
-        ConfigError: it has other values, or is nested too deep.
-    """
+    """Return a copy of JSON values of bounded depth."""
     if isinstance(value, Mapping | list | tuple) and not levels:
         raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

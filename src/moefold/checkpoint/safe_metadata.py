@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from moefold.bounded_read import batch_by_size, open_regular, read_bytes
-from moefold.checkpoint.manifest import check_file_name, regular_file
+from moefold.checkpoint.manifest import check_file_name, file_sizes, regular_file
 from moefold.checkpoint.shard_file import StoredShard, read_shard
 from moefold.comm.private_torch import StorageInfo
+from moefold.errors import ConfigError, format_list
 from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"
@@ -148,6 +149,29 @@ def read_metadata(folder: Path) -> Metadata:
     for name in {info.relative_path for info in content.storage_data.values()}:
         check_file_name(folder, name)
     return content
+
+
+def check_tensor_files(path: Path, metadata: Metadata) -> None:
+    """Check that the data files of a checkpoint exist and are long enough, without reading them.
+
+    Raises:
+        ConfigError: a file is missing or too short.
+    """
+    if faults := missing_or_short_files(path, metadata):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(faults)}")
+
+
+def missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
+    """Return the data files that are missing or too short."""
+    needed_bytes: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        needed_bytes[info.relative_path] = max(needed_bytes.get(info.relative_path, 0), info.offset + info.length)
+    sizes = file_sizes(path)
+    return [
+        f"the end of file {name}" if name in sizes else f"file {name}"
+        for name, size in sorted(needed_bytes.items())
+        if sizes.get(name, -1) < size
+    ]
 
 
 def shards_of(content: Metadata) -> dict[MetadataIndex, StoredShard]:

@@ -1,14 +1,9 @@
 """Save and load checkpoints with torch.distributed.checkpoint (DCP): an entry per logical tensor, for any mapping."""
 
-import errno
 import json
 import math
 import os
-import pickle
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -28,16 +22,16 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
-    complete_checkpoints,
     step_path,
     validate_files,
 )
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
-from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
+from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
+from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
 from moefold.checkpoint.resume import check_compatible, resume_candidate, sample_order
-from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
+from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_or_short_files, read_metadata
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
@@ -45,7 +39,7 @@ from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments
-from moefold.remote_path import RemoteError, RemotePath
+from moefold.remote_path import RemotePath
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -72,27 +66,11 @@ SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
-_DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
-"""Messages of the DCP library for a file whose end could not be written; other errors keep their message."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
 _OPTIMIZER_HINT = (
     "set train.optimizer and train.optimizer.groups as they were, or begin a new run with its weights: "
     "checkpoint.init_from"
 )
-_CORRUPT_FILE_ERRORS = (
-    AssertionError,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    MemoryError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    pickle.UnpicklingError,
-)
-"""Exceptions that the library raises on files that contradict their index."""
 _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 
@@ -110,10 +88,6 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
     """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
 
     Collective over all ranks; each rank verifies the hashes of a part of the files.
-
-    Args:
-        cfg: the recipe.
-        fingerprints: see `data_order_change`.
 
     Raises:
         ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
@@ -160,7 +134,6 @@ def write_checkpoint(
     keep. Then all ranks return.
 
     Args:
-        cfg: the recipe.
         state: this rank's shards, see `checkpoint_state`.
         train_state: progress of the run; stored by the first rank.
         group: all ranks; None for the default group.
@@ -190,7 +163,7 @@ def write_checkpoint(
         if writer is not None:
             try:
                 writer.check_own(draft)
-                if missing := _missing_or_short_files(draft, metadata):
+                if missing := missing_or_short_files(draft, metadata):
                     raise ConfigError(
                         f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
                         "set checkpoint.dir to a folder that all machines share"
@@ -277,10 +250,6 @@ def load_checkpoint(
     their values.
 
     Args:
-        path: the checkpoint.
-        parameters: weights to load, by name.
-        buffers: buffers to load, by name.
-        optimizer: the optimizer.
         optimized: its parameters by name; None: `parameters`.
 
     Raises:
@@ -332,9 +301,6 @@ def checkpoint_state(
     """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing.
 
     Args:
-        parameters: weights by name.
-        buffers: buffers by name.
-        optimizer: the optimizer.
         optimized: its parameters by name; None: `parameters`.
     """
     moments = named_moments(optimizer, parameters if optimized is None else optimized)
@@ -382,9 +348,6 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
     """Read back and hash the files of every rank, and return the digests of all ranks; collective.
 
     Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
-
-    Raises:
-        ConfigError: a rank cannot read its files back; raised on every rank.
     """
     local: dict[str, FileDigest] | str
     try:
@@ -411,7 +374,7 @@ def _gather_errors(errors: list[str]) -> list[str]:
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
     """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
-    faults = _missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
+    faults = missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
     moments = [entry for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")]
     parameters = {entry.rpartition(".")[0] for entry in moments}
     for name, tensor in state.items():
@@ -447,12 +410,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
     """Check that a checkpoint has moments if and only if the optimizer has moments; collective.
 
     Args:
-        path: the checkpoint.
-        metadata: its index.
         moments: moments of this rank; None if no parameter of the rank is trained.
-
-    Raises:
-        ConfigError: the two differ; raised on every rank.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
     if _gather_errors(["other"] if moments is not None and has_moments != bool(moments) else []):
@@ -465,120 +423,6 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
 def _has_moments_of_indexers_alone(metadata: Metadata) -> bool:
     moments = [name for name in metadata.state_dict_metadata if name.startswith("optimizer.")]
     return bool(moments) and all(".indexer." in name for name in moments)
-
-
-def check_tensor_files(path: Path, metadata: Metadata) -> None:
-    """Check that the data files of a checkpoint exist and are long enough, without reading them.
-
-    Raises:
-        ConfigError: a file is missing or too short.
-    """
-    if faults := _missing_or_short_files(path, metadata):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(faults)}")
-
-
-def _missing_or_short_files(path: Path, metadata: Metadata) -> list[str]:
-    """Return the data files that are missing or too short."""
-    needed_bytes: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        needed_bytes[info.relative_path] = max(needed_bytes.get(info.relative_path, 0), info.offset + info.length)
-    sizes = file_sizes(path)
-    return [
-        f"the end of file {name}" if name in sizes else f"file {name}"
-        for name, size in sorted(needed_bytes.items())
-        if sizes.get(name, -1) < size
-    ]
-
-
-@contextmanager
-def translate_read_errors(path: Path) -> Iterator[None]:
-    """Turn any exception raised while reading a checkpoint, even a forged one, into a ConfigError."""
-    with translate_io_errors(f"checkpoint {str(path)!r} cannot be read", *_CORRUPT_FILE_ERRORS):
-        yield
-
-
-@contextmanager
-def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path | None = None) -> Iterator[None]:
-    """Turn I/O errors and the listed exceptions into a ConfigError.
-
-    Args:
-        failure: the operation that failed; the reason is appended.
-        extra_errors: other exceptions to translate.
-        disk: the folder of checkpoints in writing. If its disk is full, the message has the free space and the remedy.
-
-    Raises:
-        ConfigError: in place of the translated exceptions.
-    """
-    expected: tuple[type[Exception], ...] = (OSError, ValueError, *extra_errors)
-    try:
-        yield
-    except RemoteError as error:
-        raise ConfigError(f"{failure}: {error}") from error
-    except ConfigError:
-        raise
-    except CheckpointException as error:
-        rank, cause = _root_cause({rank: cause for rank, (cause, _) in error.failures.items()})
-        if isinstance(cause, RemoteError):
-            raise ConfigError(f"{failure}: {cause}") from error
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        if not isinstance(cause, (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, *extra_errors)):
-            raise
-        raise ConfigError(f"{failure}: {_describe_failure(cause, disk, rank)}") from error
-    except expected as error:
-        raise ConfigError(f"{failure}: {_describe_failure(error, disk)}") from error
-
-
-def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the most informative failure: a full disk is an OSError on one rank, and follow-up errors on others.
-
-    A rank that also fails to write the end of its file reports the library's error instead.
-
-    Args:
-        causes: the failures by rank.
-
-    Returns:
-        The rank and its failure.
-    """
-    ranked = [item for kind in (ConfigError, OSError) for item in causes.items() if isinstance(item[1], kind)]
-    return (ranked or list(causes.items()))[0]
-
-
-def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
-    """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy.
-
-    Args:
-        error: the reason.
-        disk: the folder of checkpoints in writing, if any.
-        rank: the rank that failed, if known.
-    """
-    text = _one_line(error)
-    if disk is None:
-        return text
-    is_cut_short = isinstance(error, RuntimeError) and _TRUNCATED_WRITE.search(str(error)) is not None
-    if not is_cut_short and not (isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS):
-        return text if isinstance(error, OSError) else f"{text}; {_describe_free_space(disk)}"
-    written = Path(os.fsdecode(error.filename)).name if isinstance(error, OSError) and error.filename else ""
-    if not written and rank is not None:
-        # DCP begins the names of a rank's files with its number.
-        written = format_list(sorted({path.name for path in disk.glob(f".step-*.partial/__{rank}_*")}))
-    name = f"file {written}" if written else "a file"
-    failure = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
-    saved = complete_checkpoints(disk)
-    way_on = f"to resume from {saved[-1].name}" if saved else "again, from the start: there is no checkpoint yet"
-    return f"{failure}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
-
-
-def _describe_free_space(folder: Path) -> str:
-    """Return a description of the free space on the disk of a folder."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    free_mib = shutil.disk_usage(existing).free / 2**20
-    return "the disk is full" if free_mib < 1 else f"{free_mib:,.0f} MiB are free there"
-
-
-def _one_line(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text or type(error).__name__).strip().splitlines()[0]
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -95,7 +95,6 @@ class BackgroundSaver(CheckpointSaver):
     free for it. The pauses end once a caller waits for the save.
 
     Args:
-        cfg: the recipe.
         group: process group of all ranks, used only by the thread.
         is_on_gpu: whether the state is on the GPU; its copies are then in pinned memory.
     """

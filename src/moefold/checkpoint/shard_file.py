@@ -102,8 +102,6 @@ def read_shard(
     """Read a shard, or some rows (first dimension) of it; a remote shard is read whole by one request.
 
     Args:
-        folder: the checkpoint.
-        shard: the index entry.
         rows: rows to read; a local file is read only there.
         on_archive: called with the archive, which is then read whole; not allowed with `rows`.
 
@@ -232,19 +230,15 @@ class _FileSlice(RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the position within the part."""
         return self._position
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Set the position within the part."""
         position = {SEEK_SET: 0, SEEK_CUR: self._position, SEEK_END: self._size}[whence] + offset
         if position < 0:
             raise ValueError("a broken archive")

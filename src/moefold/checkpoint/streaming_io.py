@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.hashed_files import HashingThread, HashingWriter, OrderedHashes
+from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import (
     FileDigest,
     digest_file,
@@ -31,8 +32,7 @@ from moefold.checkpoint.manifest import (
     validate_hashes,
     write_manifest,
 )
-from moefold.checkpoint.safe_metadata import read_metadata
-from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
+from moefold.checkpoint.safe_metadata import check_tensor_files, read_metadata
 from moefold.checkpoint.shard_file import OnArchive, StoredShard, read_shard
 from moefold.comm.groups import World
 from moefold.comm.private_torch import StorageInfo
@@ -216,11 +216,7 @@ def checked_while_read(source: CheckpointSource) -> Iterator[None]:
 
 
 def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
-    """Read and hash some files.
-
-    Raises:
-        ConfigError: a file is missing or differs.
-    """
+    """Read and hash some files."""
     if faults := validate_hashes(path, read_manifest(path), names):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
 
@@ -250,9 +246,6 @@ def write_chunks(
     Collective if a process group is initialised: together the processes write every chunk of every tensor once.
 
     Args:
-        tmp: an existing folder.
-        shapes: shapes of the tensors, by name.
-        dtypes: dtypes of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
         read: returns the values of a chunk, which are valid until its next call.
     """
@@ -271,8 +264,6 @@ def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, Fi
     """Write the manifest of an otherwise complete folder; collective over `world`, which shares the hashing.
 
     Args:
-        tmp: the folder.
-        world: the processes.
         written: digests of the files that this process hashed while it wrote them.
     """
     records: dict[str, FileDigest] = {}

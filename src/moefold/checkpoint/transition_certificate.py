@@ -45,13 +45,6 @@ def certify(
 
     Call it after `PeerSnapshots.restore`, before the first step.
 
-    Args:
-        snapshots: snapshots of this process.
-        step: the step that was restored.
-        state: shards of the new mapping, see `checkpoint_state`.
-        restored: the other state of training.
-        groups: the process groups of the new mapping.
-
     Raises:
         RunError: the states differ; raised on every rank, with tensors and ranks.
     """

@@ -10,6 +10,7 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
+from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.run_tokenizer import (
     CHAT_KINDS,
     find_run_tokenizer,
@@ -17,7 +18,6 @@ from moefold.checkpoint.run_tokenizer import (
     tokenizer_name,
     trained_tokenizer,
 )
-from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.data import DataConfig
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir

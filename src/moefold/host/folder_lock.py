@@ -88,8 +88,6 @@ class FolderLock:
 
     Args:
         folder: folder that only one job at a time may write to; created if needed.
-        key: recipe key of the folder, for messages.
-        wait_s: how long to wait for the current owner.
     """
 
     def __init__(self, folder: Path, key: str, wait_s: float) -> None:
@@ -151,11 +149,7 @@ class FolderLock:
         return FileLock(open_lock_file(path, os.O_APPEND))
 
     def _acquire(self, path: Path) -> None:
-        """Wait until this process holds the lock.
-
-        Raises:
-            ConfigError: another process still holds it after the wait.
-        """
+        """Wait until this process holds the lock."""
         deadline_s = time.monotonic() + self._wait_s
         is_first_try = True
         while True:

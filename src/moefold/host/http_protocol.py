@@ -29,9 +29,7 @@ def make_server(
     """Return a server with limits, and the sockets to run it with.
 
     Args:
-        app: the ASGI application.
         listener: listening socket, which is taken over.
-        max_connections: maximum number of connections; None for all that the descriptors allow.
         timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
     guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), max_connections)
@@ -70,13 +68,7 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         unread_s: float = UNREAD_ANSWER_TIMEOUT_S,
         linger_s: float = LINGER_S,
     ) -> None:
-        """Create the protocol of one connection.
-
-        Args:
-            guard: guard of the listener.
-            keywords: arguments of uvicorn.
-            header_s: time limit for the header of a request.
-        """
+        """Create the protocol of one connection."""
         super().__init__(**keywords)
         self._guard = guard
         self._times = {"header": header_s, "body": body_s, "linger": linger_s}

@@ -34,6 +34,13 @@ def check_port(port: int) -> None:
         raise ConfigError(f"--port {port} must lie in [0, {MAX_PORT}] (0: any that is free)")
 
 
+def free_port(host: str = "") -> int:
+    """Return a port that is free on an interface; "": on all interfaces."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
@@ -86,7 +93,6 @@ class ConnectionGuard:
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            max_connections: maximum number of connections; None for all that the descriptors allow.
         """
         self.max_connections = most_connections() if max_connections is None else max_connections
         self._log = log

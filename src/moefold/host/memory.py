@@ -30,9 +30,6 @@ def available_host_memory(root: Path = ROOT) -> AvailableMemory:
 
     The minimum of MemAvailable and the headroom of this process's control groups, each plus free swap. File caches
     count as free. Without /proc (macOS) it is all memory of the machine.
-
-    Args:
-        root: folder that contains /proc and /sys.
     """
     free_bytes = _free_bytes(root)
     swap = 0

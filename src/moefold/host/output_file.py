@@ -29,10 +29,6 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
     """Check early that a file can be written; nothing is created.
 
-    Args:
-        option: the option that names the file.
-        suffixes: allowed suffixes, in lower case.
-
     Raises:
         ConfigError: the suffix is not allowed, the folder does not exist, or the path is not writable.
     """

@@ -147,13 +147,9 @@ class CallTimeoutError(Exception):
 def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
     """Call a function with a timeout: return its result, or raise its error.
 
-    The call runs in a separate thread. A client of torch's store whose peer never answers waits in C++ without a limit,
-    and a thread that waits there runs no signal handler; the calling thread does. A call that timed out keeps waiting
-    in its daemon thread, which does not delay the end of the process.
-
-    Args:
-        timeout_s: seconds to wait.
-        call: function that releases the GIL while it waits.
+    The call runs in a separate thread, and must release the GIL while it waits. A client of torch's store whose peer
+    never answers waits in C++ without a limit, and a thread that waits there runs no signal handler; the calling thread
+    does. A call that timed out keeps waiting in its daemon thread, which does not delay the end of the process.
 
     Raises:
         CallTimeoutError: the call did not return in time.

@@ -119,10 +119,6 @@ def master_host(environment: Mapping[str, str] = os.environ) -> str:
 def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0) -> None:
     """Check that the launcher started as many processes as the recipe has ranks.
 
-    Args:
-        world_size: parallel.world_size.
-        sampling_ranks: rollout.ranks.
-
     Raises:
         ConfigError: the numbers differ.
     """
@@ -239,9 +235,6 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
     """Refuse a process that is a whole node of a PyTorchJob or TrainJob instead of one rank.
 
     Kubeflow's operators set PET_* variables for torchrun. RANK and WORLD_SIZE of a PyTorchJob count pods.
-
-    Raises:
-        ConfigError: the variables describe a pod.
     """
     if "PET_NNODES" not in environment or "LOCAL_RANK" in environment:
         return
@@ -259,11 +252,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
 
 
 def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot.
-
-    Raises:
-        ConfigError: the node has several GPUs, and each needs its own process.
-    """
+    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot."""
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
     gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")

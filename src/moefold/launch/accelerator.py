@@ -15,9 +15,6 @@ def device_without_torch(
 ) -> str:
     """Return "cpu" if the ranks certainly run on the CPU; else "", and `choose_device` must query torch.
 
-    Args:
-        root: folder that contains dev/.
-
     Raises:
         ConfigError: cuda is requested, and this machine has no GPU driver.
     """

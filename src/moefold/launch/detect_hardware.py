@@ -24,9 +24,6 @@ MAX_CPU_RANKS = 8
 def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:
     """Return the machine to plan for: the device with the least memory, then the lowest peak, over all ranks' devices.
 
-    Args:
-        machines: results of `detect_machine` on each rank, in rank order.
-
     Raises:
         ConfigError: only some of the ranks have GPUs.
     """

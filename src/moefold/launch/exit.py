@@ -140,7 +140,6 @@ class SingleReporter:
         """Print a message on stderr, unless a rank of this machine has printed it; return once it is printed.
 
         Args:
-            message: the message, without its final newline.
             should_report: called while the lock is held; False if another machine prints the message.
         """
         with self._thread_lock, self._hold_lock():

@@ -21,7 +21,7 @@ from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
 from moefold.comm.private_torch import drain_backward_queue
 from moefold.errors import ConfigError, RunError
-from moefold.host.listen import is_loopback
+from moefold.host.listen import free_port, is_loopback
 from moefold.host.processes import ProcessId
 from moefold.host.rank_env import RankEnv, master_host, read_rank_env
 from moefold.launch.rendezvous import HOST, join_rendezvous, restrict_to_loopback
@@ -49,16 +49,12 @@ class ProgramRanks:
     """The ranks of a program: members of its default process group, or only this process."""
 
     def __init__(self, world: World) -> None:
-        """Find the rank of this process, and a port for the store of the run; collective.
-
-        Args:
-            world: the default process group of the program.
-        """
+        """Find the rank of this process, and a port for the store of the run; collective."""
         self._world = world
         process = _Process(
             machine=ProcessId.current().machine,
             address=master_host() or socket.gethostname(),
-            port=_free_port() if world.is_rank0 else 0,
+            port=free_port() if world.is_rank0 else 0,
         )
         processes = world.all_gather_object(process)
         peers = [rank for rank, peer in enumerate(processes) if peer.machine == process.machine]
@@ -128,9 +124,6 @@ class ProgramRanks:
 @contextmanager
 def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
     """Join the process group of the program; create one for the block if only a launcher's variables are set.
-
-    Args:
-        timeout_s: limit of the wait for the other ranks of a launcher.
 
     Raises:
         ConfigError: the environment of a launcher is incomplete.
@@ -215,10 +208,3 @@ def _cuda_index(local_rank: int) -> int | None:
     if not count:
         return None
     return 0 if count == 1 else local_rank
-
-
-def _free_port() -> int:
-    """Return a port that is free on all interfaces."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

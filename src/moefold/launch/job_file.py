@@ -31,12 +31,7 @@ class _Escaped(str):
 
 
 def fill_template(scheduler: str, job: object) -> str:
-    """Return a job file.
-
-    Args:
-        scheduler: name of the template.
-        job: values that the template inserts, as attributes.
-    """
+    """Return a job file."""
     # Lazy import: an error of the request is reported without it.
     from jinja2 import Environment, StrictUndefined
 
@@ -221,12 +216,6 @@ class _Job(JobRequest):
 
 def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: JobRequest) -> str:
     """Return the text of a job file that trains a recipe.
-
-    Args:
-        cfg: the recipe with the overrides, as `check_config` passed it.
-        recipe: path of the recipe, as the job's nodes know it.
-        overrides: settings `section.key=value` that the job passes on.
-        request: scheduler, size and limits of the job.
 
     Raises:
         ConfigError: the request contradicts the recipe or itself.

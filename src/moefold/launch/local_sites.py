@@ -40,10 +40,6 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
 
     Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the other sites are
     ended too if they are too few for a round; their statuses do not count.
-
-    Args:
-        min_members: minimum number of sites of a round.
-        environments: environment variables of each site.
     """
     listener = listen(HOST, 0)
     secret = secrets.token_hex(32)
@@ -96,14 +92,7 @@ class _SiteProcess:
 def _fork(
     main: SiteMain, before: Sequence[_SiteProcess], port: int, listener: socket.socket, environment: dict[str, str]
 ) -> _SiteProcess:
-    """Start the next site in a child process.
-
-    Args:
-        before: the sites that were started already.
-        port: port of the meeting point.
-        listener: socket of the meeting point.
-        environment: environment variables of the site.
-    """
+    """Start the next site in a child process."""
     number = len(before)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -146,12 +135,7 @@ def _limit_threads(threads: int) -> None:
 
 
 class _Sites:
-    """Waits for the sites of this machine.
-
-    Args:
-        sites: the child processes.
-        min_members: minimum number of sites of a round.
-    """
+    """Waits for the sites of this machine."""
 
     def __init__(self, sites: Sequence[_SiteProcess], min_members: int) -> None:
         self._sites = sites

@@ -23,9 +23,6 @@ class MeetError(Exception):
 def parse_address(text: str, key: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT.
 
-    Args:
-        text: the address.
-
     Raises:
         ConfigError: the address has another form.
     """
@@ -37,11 +34,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
 
 
 class MeetConnection:
-    """One connection to the meeting point. The first request opens it, and the next request reopens a lost one.
-
-    Args:
-        timeout_s: longest wait for an answer.
-    """
+    """One connection to the meeting point. The first request opens it, and the next request reopens a lost one."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         self._address = (host, port)
@@ -130,12 +123,7 @@ class MeetConnection:
 
 
 class MeetStore:
-    """Key-value store at the meeting point. The ranks of a round find each other through it.
-
-    Args:
-        connection: a connection of this rank.
-        timeout_s: longest wait for a key.
-    """
+    """Key-value store at the meeting point. The ranks of a round find each other through it."""
 
     def __init__(self, connection: MeetConnection, timeout_s: float) -> None:
         self._connection = connection

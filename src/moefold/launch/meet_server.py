@@ -15,25 +15,20 @@ from moefold.launch.meeting import Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,
     BadLineError,
+    BadRequestError,
     Message,
     SignedLines,
     is_nonce,
     new_nonce,
     parse_object,
 )
-from moefold.launch.site_request import BadRequestError
 
 TICK_S = 0.5
 """Interval between two checks of the timeouts."""
 
 
 class MeetServer:
-    """Async context manager: serves a meeting point on a port.
-
-    Args:
-        listener: socket that is bound to the address.
-        max_connections: maximum number of connections; None: as many as the descriptors allow.
-    """
+    """Async context manager: serves a meeting point on a port."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, log: Callable[[str], None], max_connections: int | None = None
@@ -62,11 +57,7 @@ class MeetServer:
         await asyncio.gather(self._ticker, *self._tasks, return_exceptions=True)
 
     def end_site(self, number: int, reason: str) -> None:
-        """Report to the sites that wait for a site that its process has ended.
-
-        Args:
-            reason: why the site does not come.
-        """
+        """Report to the sites that wait for a site that its process has ended."""
         self._meeting.sites.end_site(number, reason)
 
     async def _tick(self) -> None:

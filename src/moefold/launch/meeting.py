@@ -10,8 +10,7 @@ from typing import Any
 
 from moefold.launch.meeting_keys import MAX_STORE_BYTES, MeetingKeys
 from moefold.launch.meeting_sites import SiteList, read_registration
-from moefold.launch.signed_lines import Message
-from moefold.launch.site_request import BadRequestError, int_field, seconds_field, text_field
+from moefold.launch.signed_lines import BadRequestError, Message, int_field, seconds_field, text_field
 from moefold.launch.site_round import MeetingRound, RoundRequest, VotingGroup, estimate_grace_s, pair_members
 
 MAX_KEPT_ROUNDS = 256
@@ -19,11 +18,7 @@ MAX_KEPT_ROUNDS = 256
 
 
 class Meeting:
-    """State machine of the meeting point. A request is entered once, and checked for an answer after every change.
-
-    Args:
-        clock: monotonic time in seconds.
-    """
+    """State machine of the meeting point. A request is entered once, and checked for an answer after every change."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -37,10 +32,6 @@ class Meeting:
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
-
-        Args:
-            connection: number of its connection.
-            address: address of the other side.
 
         Raises:
             BadRequestError: a field is missing or wrong.
@@ -73,12 +64,7 @@ class Meeting:
                 raise BadRequestError(f"{str(other)[:40]!r} is not a request")
 
     def answer(self, message: Message, connection: int, waited_s: float) -> Message | None:
-        """Return the answer to a request that was entered; None if not yet.
-
-        Args:
-            connection: number of its connection.
-            waited_s: time since it was entered.
-        """
+        """Return the answer to a request that was entered; None if not yet."""
         match message["do"]:
             case "hello":
                 return self.sites.answer_registration(message, connection)

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Collection
 
-from moefold.launch.site_request import BadRequestError
+from moefold.launch.signed_lines import BadRequestError
 
 MAX_STORE_BYTES = 256 * 2**20
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.host.listen import is_loopback
-from moefold.launch.signed_lines import Message
-from moefold.launch.site_request import MAX_WAIT_S, BadRequestError, int_field, text_field
+from moefold.launch.signed_lines import MAX_WAIT_S, BadRequestError, Message, int_field, text_field
 from moefold.launch.site_round import PAIRS_SETTING
 
 SILENT_S = 30.0
@@ -41,13 +40,7 @@ class Site:
 
 
 class SiteList:
-    """Registered sites by number, and the checks of a site that registers.
-
-    Args:
-        log: writes a line to the log.
-        clock: monotonic time in seconds.
-        on_lost: called with the number of a site that is lost.
-    """
+    """Registered sites by number, and the checks of a site that registers."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float], on_lost: Callable[[int], None]) -> None:
         self._log = log
@@ -78,11 +71,7 @@ class SiteList:
         self._has_started = False
 
     def register(self, number: int, site: Site, message: Message) -> None:
-        """Add a site that registers, or refuse it.
-
-        Args:
-            message: its request.
-        """
+        """Add a site that registers, or refuse it."""
         if refusal := self._refusal(number, site):
             self._log(f"site {number} on {site.host} is refused: {refusal}")
             assert site.connection is not None
@@ -181,11 +170,7 @@ class SiteList:
                 self.drop(number, f"on {site.host} has closed its connection")
 
     def end_site(self, number: int, reason: str) -> None:
-        """Count a site as absent, if its process has ended before the first round.
-
-        Args:
-            reason: why the site does not come, for the sites that wait for it.
-        """
+        """Count a site as absent, if its process has ended before the first round."""
         if not self._has_started and number not in self._sites:
             self._ended[number] = reason
 

@@ -28,9 +28,6 @@ def choose_checked_device(
 
     On a machine that certainly has no GPU the check runs before torch is imported.
 
-    Args:
-        check: called with the device type; raises if the job must not start.
-
     Raises:
         ConfigError: this machine has fewer GPUs than ranks, or `check` raised it.
     """
@@ -47,7 +44,6 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
     """Check that a training step fits into the memory of this machine or of its smallest GPU.
 
     Args:
-        cfg: a recipe that `check_config` passed.
         rank_env: environment of this process, if a launcher started it; only local rank 0 checks.
 
     Raises:
@@ -76,7 +72,6 @@ def check_inference(
     """Check that a model for inference fits into the memory of this machine.
 
     Args:
-        cfg: a config that `check_config` passed.
         extra_bytes: returns the bytes of each rank in addition to the weights, by name, on a type of device; may raise.
         suggestion: last part of the error message: smaller settings to try.
 

@@ -97,18 +97,38 @@ def compute_on_rank0(
         RunError: a rank or the result is missing after `timeout_s`.
     """
     store, _ = join_rendezvous(rank_env, timeout_s)
+    limit = timedelta(seconds=timeout_s)
+    peers = range(1, rank_env.world_size)
 
-    def bounded(call: Callable[[], Any]) -> Any:
+    def bounded(call: Callable[[], Result]) -> Result:
         return run_with_timeout(timeout_s + MISSING_RANKS_GRACE_S, call)
+
+    def gather_facts() -> list[JsonDict]:
+        store.wait([f"facts/{rank}" for rank in peers], limit)
+        return [own_facts, *(json.loads(store.get(f"facts/{rank}")) for rank in peers)]
+
+    def publish() -> None:
+        store.set("answer", json.dumps(result))
+        # Rank 0 may host the store: every rank acknowledges the result first.
+        store.wait([f"received/{rank}" for rank in peers], limit)
+
+    def receive() -> JsonDict:
+        store.wait(["answer"], limit)
+        answer: JsonDict = json.loads(store.get("answer"))
+        store.set(f"received/{rank_env.rank}", "1")
+        return answer
 
     try:
         bounded(partial(store.set, f"facts/{rank_env.rank}", json.dumps(own_facts)))
         if rank_env.rank == 0:
-            all_facts = bounded(partial(_gather_facts, store, rank_env.world_size, own_facts, timeout_s))
-            result = _compute_result(compute, all_facts)
-            bounded(partial(_publish_result, store, rank_env.world_size, result, timeout_s))
+            all_facts = bounded(gather_facts)
+            try:
+                result: JsonDict = {"answer": compute(all_facts)}
+            except ConfigError as refusal:
+                result = {"refused": str(refusal)}
+            bounded(publish)
         else:
-            result = bounded(partial(_await_result, store, rank_env.rank, timeout_s))
+            result = bounded(receive)
     except (*STORE_ERRORS, CallTimeoutError) as error:
         reason = str(error).splitlines()[0] if str(error) else "the store does not answer"
         raise RunError(
@@ -118,31 +138,3 @@ def compute_on_rank0(
     if "refused" in result:
         raise ConfigError(result["refused"])
     return result["answer"], store
-
-
-def _gather_facts(store: dist.Store, world_size: int, own_facts: JsonDict, timeout_s: float) -> list[JsonDict]:
-    """Return the facts of all ranks, in rank order. Called on rank 0."""
-    peers = range(1, world_size)
-    store.wait([f"facts/{rank}" for rank in peers], timedelta(seconds=timeout_s))
-    return [own_facts, *(json.loads(store.get(f"facts/{rank}")) for rank in peers)]
-
-
-def _publish_result(store: dist.Store, world_size: int, result: JsonDict, timeout_s: float) -> None:
-    """Publish the result and wait for every rank's acknowledgement, as rank 0 may host the store. Called on rank 0."""
-    store.set("answer", json.dumps(result))
-    store.wait([f"received/{rank}" for rank in range(1, world_size)], timedelta(seconds=timeout_s))
-
-
-def _await_result(store: dist.Store, rank: int, timeout_s: float) -> JsonDict:
-    """Wait for the result of rank 0 and acknowledge it. Called on all other ranks."""
-    store.wait(["answer"], timedelta(seconds=timeout_s))
-    result: JsonDict = json.loads(store.get("answer"))
-    store.set(f"received/{rank}", "1")
-    return result
-
-
-def _compute_result(compute: Callable[[list[JsonDict]], JsonDict], all_facts: list[JsonDict]) -> JsonDict:
-    try:
-        return {"answer": compute(all_facts)}
-    except ConfigError as refusal:
-        return {"refused": str(refusal)}

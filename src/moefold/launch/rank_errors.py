@@ -39,7 +39,6 @@ class RankErrorHandler:
 
     Args:
         is_stop_requested: returns whether a signal was received and not handled yet.
-        watchdog: diagnoses which rank was lost.
     """
 
     def __init__(
@@ -73,11 +72,7 @@ class RankErrorHandler:
         os._exit(SIGNAL_STATUS + number)
 
     def _raise_in_program(self, error: BaseException) -> None:
-        """Deregister, and turn a failed collective into a RunError. Other exceptions stay as they are.
-
-        Raises:
-            RunError: the connection to another rank was lost.
-        """
+        """Deregister, and turn a failed collective into a RunError. Other exceptions stay as they are."""
         self._deregister(EXIT_FAILED)
         if self._watchdog is not None:
             self._watchdog.close()

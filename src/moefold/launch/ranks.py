@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_sn
 from moefold.comm.private_torch import import_compiler
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
-from moefold.host.listen import is_loopback
+from moefold.host.listen import free_port, is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
@@ -91,13 +90,14 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
-        result = run_processes(main, rank_envs, device_type, partial(_record_loss, store) if regroups else None)
+        on_loss = (lambda rank, exitcode: report_lost(store, rank, _describe_exit(exitcode))) if regroups else None
+        result = run_processes(main, rank_envs, device_type, on_loss)
         return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
 def single_rank_env() -> RankEnv:
     """Return the rank environment of a single-rank job."""
-    return RankEnv(0, 0, 1, HOST, _free_port())
+    return RankEnv(0, 0, 1, HOST, free_port(HOST))
 
 
 @contextmanager
@@ -110,7 +110,6 @@ def init_distributed(
     """Initialise the default process group and yield the device of this rank; destroy the group at the end.
 
     Args:
-        timeout_s: limit of the wait for the other ranks.
         on_rendezvous: called with the session name after the rendezvous and before the backends connect. A rank lost
             while connecting would block the others beyond `timeout_s`: `Watchdog.start` detects it.
 
@@ -208,10 +207,6 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
     return EXIT_FAILED
 
 
-def _record_loss(store: dist.Store, rank: int, exitcode: int) -> None:
-    report_lost(store, rank, _describe_exit(exitcode))
-
-
 def _describe_exit(exitcode: int) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL (as happens when memory runs out)"
@@ -227,10 +222,6 @@ def _init_process_groups(
 
     NCCL is bound to the device, so it connects here and not in the first step. The groups of a rank are then split from
     the communicator of the world, and every rank takes part: see `topology.communicators`.
-
-    Args:
-        store: store that the ranks of the job share.
-        timeout: torch's own timeout of the group.
     """
     ranks = split.ranks_like(rank_env.rank)
     own_store = dist.PrefixStore(f"ranks from {ranks.start}", store) if split.num_sampling else store
@@ -239,13 +230,7 @@ def _init_process_groups(
 
 
 def init_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default process group of a rank; blocks until all ranks are connected.
-
-    Args:
-        store: store that the ranks share.
-        rank: number of this rank in the group.
-        timeout: torch's own timeout of the group.
-    """
+    """Initialise the default process group of a rank; blocks until all ranks are connected."""
     if device.type == "cuda":
         # The current device is per thread.
         torch.cuda.set_device(device)
@@ -257,9 +242,3 @@ def init_process_group(store: dist.Store, rank: int, size: int, device: torch.de
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

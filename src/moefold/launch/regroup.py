@@ -91,7 +91,6 @@ def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
 
     Args:
         store: the store, without a prefix.
-        how: how the process ended, if that is known.
     """
     if how:
         store.set(f"{PREFIX}/how/{rank}", how)
@@ -117,7 +116,6 @@ class Regroup:
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
         find_silent: returns the job ranks that report nothing any more, after a wait of some periods of reports.
         kill: kills the process of a job rank, if it is on this machine.
-        note_progress: called while this rank waits.
     """
 
     def __init__(
@@ -209,10 +207,6 @@ class Regroup:
         """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
-
-        Args:
-            facts: facts of this rank for the choice of the members; JSON.
-            choose: chooses the members from the facts of all survivors.
 
         Raises:
             NoRankLostError: no member is lost, or the training has ended.
@@ -377,7 +371,6 @@ class _GenerationStore(dist.Store):
         self._raise_if_lost = raise_if_lost
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value."""
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -386,19 +379,15 @@ class _GenerationStore(dist.Store):
         return self._inner.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its value."""
         return self._inner.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if the old value is as expected; return the value after the call."""
         return self._inner.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return self._inner.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether the store had it."""
         return self._inner.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -418,5 +407,4 @@ class _GenerationStore(dist.Store):
             pause_s = min(2 * pause_s, 0.1)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of torch's own waits."""
         self._inner.set_timeout(timeout)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from moefold.comm.flight_recorder import format_ranks
-from moefold.errors import RunError
+from moefold.errors import RunError, first_line
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 
@@ -35,9 +35,6 @@ MISSING_RANKS_GRACE_S = 5.0
 
 STDERR_FD = 2
 """File descriptor of stderr, where C++ code writes directly."""
-
-MAX_REASON_CHARS = 160
-"""Length limit for torch's own text in a message."""
 
 CONNECT_FRACTION = 1 / 3
 """Part of the timeout that torch gets to connect to an open port: it tries twice, and must fail, with its C++ trace on
@@ -88,8 +85,6 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
     """Return the store, hosted by the launcher if it has one, else by rank 0; wait for its host only.
 
     Args:
-        rank_env: this rank.
-        deadline: monotonic time of the timeout.
         on_wait: called repeatedly while rank 0 has not opened the store.
 
     Raises:
@@ -229,7 +224,7 @@ def _timeout_message(rank_env: RankEnv, timeout_s: float, *, was_open: bool) -> 
 
 
 def _store_error_message(rank_env: RankEnv, error: BaseException, *, was_open: bool) -> str:
-    reason = str(error).splitlines()[0][:MAX_REASON_CHARS]
+    reason = first_line(error)
     if "EADDRINUSE" in reason:
         return (
             f"rank {rank_env.rank} cannot host the store of the job at {_store_address(rank_env)}: another program "

@@ -1,4 +1,4 @@
-"""Signed JSON lines between the sites and their meeting point.
+"""Signed JSON lines between the sites and their meeting point, and the checked fields of a request.
 
 A line is the HMAC-SHA256 of its direction, its number in the connection and its content, in hexadecimal, a space, and
 one JSON object. The key of a connection is derived from the shared secret and a random number of each side, so that a
@@ -23,6 +23,9 @@ SECRET_VARIABLE = "MOEFOLD_SITES_SECRET"
 """Environment variable with the shared secret."""
 MIN_SECRET_CHARS = 16
 NONCE_BYTES = 16
+MAX_KEY_CHARS = 512
+MAX_WAIT_S = 24 * 3600.0
+"""Longest timeout that a site may ask for."""
 
 Message = dict[str, Any]
 
@@ -32,13 +35,7 @@ class BadLineError(Exception):
 
 
 class SignedLines:
-    """Signatures of one connection, seen from one of its sides.
-
-    Args:
-        server_nonce: random number of the meeting point, in hexadecimal.
-        client_nonce: random number of the site, in hexadecimal.
-        is_server: whether this side is the meeting point.
-    """
+    """Signatures of one connection, seen from one of its sides."""
 
     def __init__(self, secret: bytes, server_nonce: str, client_nonce: str, *, is_server: bool) -> None:
         self._key = _sign(secret, f"{server_nonce} {client_nonce}".encode())
@@ -121,3 +118,31 @@ def read_secret(file: str, key: str, environment: Mapping[str, str] = os.environ
             "`openssl rand -hex 32` makes one"
         )
     return secret.encode()
+
+
+class BadRequestError(Exception):
+    """A message with missing or wrong fields."""
+
+
+def int_field(message: Mapping[str, Any], key: str) -> int:
+    """Return an integer of a request, of 64 bits."""
+    value = message.get(key)
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise BadRequestError(f"{key} must be an integer")
+    return value
+
+
+def text_field(message: Mapping[str, Any], key: str, max_chars: int = MAX_KEY_CHARS) -> str:
+    """Return a text of a request."""
+    value = message.get(key)
+    if not isinstance(value, str) or len(value) > max_chars:
+        raise BadRequestError(f"{key} must be a text")
+    return value
+
+
+def seconds_field(message: Mapping[str, Any]) -> float:
+    """Return the time limit of a request."""
+    value = message.get("timeout_s")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_WAIT_S:
+        raise BadRequestError("timeout_s must be a number of seconds")
+    return float(value)

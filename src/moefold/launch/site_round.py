@@ -77,9 +77,6 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
     """Return random pairs of the members of a round; one member is left if their number is odd.
 
     The permutation depends on the arguments only, so that a run can be repeated.
-
-    Args:
-        members: the sites of the round.
     """
     text = f"{seed} {index} {sorted(members)}"
     order = sorted(members, key=lambda number: hashlib.sha256(f"{text} {number}".encode()).digest())
@@ -92,9 +89,6 @@ def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
     Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
     loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds
     divided by the number of sites, and at least `MIN_GRACE_S`.
-
-    Args:
-        rounds: past rounds in order.
     """
     closed = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
     if len(closed) < MIN_GRACE_ROUNDS:

@@ -31,7 +31,7 @@ from moefold.comm.flight_recorder import (
     read_snapshot,
 )
 from moefold.comm.private_torch import abort_process_groups
-from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, first_line
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import SingleReporter, hard_exit
@@ -101,10 +101,16 @@ class Watchdog:
         """
         self.flight_recorder.clock.start()
         self.flight_recorder.set_phase("connecting to the other ranks")
-        self._store_reporter = _StoreReporter(self._rank_env, self.flight_recorder, self._file, self.reporter, session)
-        self._store_reporter.regroups = self._regroups
-        # The host thread of a GPU rank may block anywhere on a collective: its stack is not evidence.
-        self._store_reporter.stack_shows_comm = self._device_type == "cpu"
+        self._store_reporter = _StoreReporter(
+            self._rank_env,
+            self.flight_recorder,
+            self._file,
+            self.reporter,
+            session,
+            regroups=self._regroups,
+            # The host thread of a GPU rank may block anywhere on a collective: its stack is not evidence.
+            stack_shows_comm=self._device_type == "cpu",
+        )
         self._store_reporter.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self._store_reporter.peers_known.wait()
@@ -184,8 +190,7 @@ class Watchdog:
             return
         self._stopped.set()
         time.sleep(2.5 * store_reporter.period_s)
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line[:160]}"
+        reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line(error)}"
         self._request_diagnosis(store_reporter, reason, is_lost_peer=True)
         # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
         # other ranks, and a rank of the same machine finds the message marked as printed.
@@ -258,6 +263,9 @@ class _StoreReporter(threading.Thread):
         file: Path | None,
         reporter: SingleReporter,
         session: str,
+        *,
+        regroups: bool,
+        stack_shows_comm: bool,
     ) -> None:
         super().__init__(name="store reporter", daemon=True)
         self.own_process = ProcessId.current()
@@ -267,7 +275,7 @@ class _StoreReporter(threading.Thread):
         self._reporter = reporter
         self.period_s = min(REPORT_PERIOD_S, flight_recorder.hang_timeout_s / 5)
         self.store_timeout_s = MAX_MISSED_PERIODS * self.period_s
-        self.stack_shows_comm = True
+        self._stack_shows_comm = stack_shows_comm
         self._rank_env = rank_env
         self._flight_recorder = flight_recorder
         self._session = session
@@ -283,7 +291,7 @@ class _StoreReporter(threading.Thread):
         self._awaited_report_s = 0.0
         self._store: dist.Store | None = None
         self._base_store: dist.Store | None = None
-        self.regroups = False
+        self._regroups = regroups
 
     def run(self) -> None:
         """Report until the rank deregisters or the store is lost."""
@@ -294,7 +302,7 @@ class _StoreReporter(threading.Thread):
                 is_new = not self.peers_known.is_set()
                 self._wake.wait(max(POLL_S, self._rank_env.world_size / 5000) if is_new else self.period_s)
                 self._wake.clear()
-            if self._exit_status != 0 and not self.regroups and (lost_ranks := self.lost_peers()):
+            if self._exit_status != 0 and not self._regroups and (lost_ranks := self.lost_peers()):
                 self._report_lost_peers(lost_ranks)
             self._connected_store.set(f"left/{self._rank_env.rank}", str(self._exit_status))
         except STORE_ERRORS:
@@ -376,7 +384,7 @@ class _StoreReporter(threading.Thread):
         if not self.peers_known.is_set():
             self._discover_local_peers()
         self._credit_awaited_rank()
-        if self.regroups:
+        if self._regroups:
             self._record_losses()
         elif lost_ranks := self.lost_peers():
             self._report_lost_peers(lost_ranks)
@@ -418,7 +426,7 @@ class _StoreReporter(threading.Thread):
                     self.kill_peer(rank)
                     report_lost(base, rank)
             silent = self.silent_ranks()
-            if not self.stack_shows_comm:
+            if not self._stack_shows_comm:
                 for rank in silent:
                     report_lost(base, rank)
             return lost_ranks(base)
@@ -453,7 +461,7 @@ class _StoreReporter(threading.Thread):
             # From now on every diagnosis counts it as a rank that has left.
             self._connected_store.set(f"left/{rank}", str(-signal.SIGKILL))
         self._recorded_losses |= new
-        if new and not self.stack_shows_comm:
+        if new and not self._stack_shows_comm:
             abort_process_groups()
 
     def _report_lost_peers(self, lost_ranks: list[int]) -> NoReturn:
@@ -486,7 +494,7 @@ class _StoreReporter(threading.Thread):
             "snapshot": self._flight_recorder.snapshot().to_json(),
             "reported_at_s": time.time(),
             "source_location": location,
-            "is_communicating": is_communicating or not self.stack_shows_comm,
+            "is_communicating": is_communicating or not self._stack_shows_comm,
             "local_peers": {rank: peer.describe() for rank, peer in self._local_peers.items()},
         }
         self._connected_store.set(f"report/{self._rank_env.rank}", json.dumps(report))

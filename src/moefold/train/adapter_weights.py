@@ -33,8 +33,6 @@ class AdapterWeights:
         """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from; collective.
 
         Args:
-            lora, checkpoint: sections of the recipe.
-            groups: the process groups of the mapping.
             resumed: the checkpoint to resume from; None for a new run.
 
         Raises:

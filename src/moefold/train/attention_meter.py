@@ -1,6 +1,6 @@
 """Metrics of planned attention: balance of the work, rows that moved, and bytes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class AttentionMeter:
-    """Reads the statistics of the planned attention of a rank, and computes the metrics from all ranks' statistics.
-
-    Args:
-        model: a model whose context is planned.
-    """
+    """Reads the statistics of the planned attention of a rank, and computes the metrics from all ranks' statistics."""
 
     def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
         plan = chosen_in(parallel, ContextPart).plan
@@ -66,7 +62,7 @@ class AttentionMeter:
             numbers[-1, 1] += planner.statistics.sent_bytes
         return numbers.to(device, non_blocking=True)
 
-    def metrics(self, sums: Tensor) -> dict[str, Any]:
+    def metrics(self, sums: Tensor) -> dict[str, float]:
         """Compute the metrics from the sums of `local_statistics` over all ranks; empty if nothing was counted."""
         if not sums.numel() or not sums[:-1].any():
             return {}

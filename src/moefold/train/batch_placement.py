@@ -23,11 +23,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class RoundPlacer:
-    """Places the tokens of the rounds of a batch on the dp x cp ranks. Every rank computes the same placement.
-
-    Args:
-        groups: the process groups of this rank.
-    """
+    """Places the tokens of the rounds of a batch on the dp x cp ranks. Every rank computes the same placement."""
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
         plan = chosen_in(parallel, ContextPart).plan
@@ -100,11 +96,6 @@ class SlotExchange:
     """All-to-all over dp that brings the tokens of a batch from the ranks that read them to the ranks of their slots.
 
     The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from ranks with its cp rank.
-
-    Args:
-        placements: placements of the rounds.
-        dp: the data-parallel ranks.
-        cp_rank: context-parallel rank.
     """
 
     def __init__(self, placements: Sequence[Placement], dp: Group, cp_rank: int) -> None:
@@ -137,7 +128,6 @@ class SlotExchange:
 
         Args:
             tokens: values of each token, sample by sample, [samples * S, W].
-            device: device of the all-to-all.
         """
         rows = torch.from_numpy(np.ascontiguousarray(tokens[self._sent])).to(device)
         received = all_to_all(rows, self._dp, self._input_splits, self._output_splits).cpu().numpy()

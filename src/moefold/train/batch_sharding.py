@@ -191,11 +191,7 @@ class BatchSharder(BatchBuilder):
         return self.to_batch(self.read(range(first_sample, first_sample + self.global_batch_size)))
 
     def read(self, samples: Sequence[int]) -> WeightedSamples:
-        """Read this rank's samples of a global batch, and compute the weights of their targets.
-
-        Args:
-            samples: the global batch, as sample numbers of the run.
-        """
+        """Read this rank's samples of a global batch, and compute the weights of their targets."""
         return self._read_weighted_samples(samples, self.global_batch_size)
 
     def to_batch(self, samples: WeightedSamples) -> Batch:

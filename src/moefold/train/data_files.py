@@ -60,11 +60,6 @@ class RunDataFiles:
     def __init__(self, order: SampleOrder, data: DataConfig, position: Position) -> None:
         """Fingerprint the files; collective.
 
-        Args:
-            order: the settings that determine the text of sample n.
-            data: section of the recipe.
-            position: progress of the run.
-
         Raises:
             ConfigError: ranks see different files.
         """

@@ -2,9 +2,8 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,61 +26,9 @@ from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
 from moefold.train.data_files import DataFingerprints, RunDataFiles
 from moefold.train.position import Position
-
-if TYPE_CHECKING:
-    from moefold.train.step_data import DataEvent
+from moefold.train.step_data import DataEvent
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class DroppedFile:
-    """A data file that the run continues without."""
-
-    setting: ClassVar[str] = "data.corrupt"
-    name: str
-    reason: str
-    num_samples: int
-    """Samples of an epoch dropped so far, with samples of files dropped earlier; 0 for a file the run never had."""
-    epoch_samples: int
-    """Samples of an epoch at the start of the run."""
-    found_by: str = ""
-    """Rank and host that could not read the file; empty if found before ranks read."""
-
-    def describe(self) -> str:
-        """Return a log message for the dropped file."""
-        share = f"; {self.num_samples} of the {self.epoch_samples} samples of an epoch are left out"
-        why = f"{self.reason}; found by {self.found_by}" if self.found_by else self.reason
-        return f"left out data file {self.name} ({why}){share if self.num_samples else ''}"
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the record for faults.jsonl."""
-        return {
-            "kind": "data",
-            "action": "left out",
-            "file": self.name,
-            "what": self.reason,
-            "lost_samples": self.num_samples,
-            "epoch_samples": self.epoch_samples,
-            **({"found_by": self.found_by} if self.found_by else {}),
-        }
-
-
-@dataclass(frozen=True)
-class DroppedEvaluation:
-    """An evaluation without any sample left to evaluate on."""
-
-    setting: ClassVar[str] = "data.corrupt"
-    num_samples: int
-    """Number of validation samples at the start."""
-
-    def describe(self) -> str:
-        """Return a log message for the skipped evaluation."""
-        return f"evaluation is skipped: all {self.num_samples} validation samples are of files that are left out"
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the record for faults.jsonl."""
-        return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
 
 
 class DataLoader:
@@ -103,13 +50,6 @@ class DataLoader:
         program_data: ProgramData | None = None,
     ) -> None:
         """Fingerprint the data files; collective.
-
-        Args:
-            cfg: the recipe.
-            groups: the process groups of this rank.
-            positions: sequence positions of this rank.
-            position: progress of the run.
-            program_data: the samples of data.kind="program".
 
         Raises:
             ConfigError: ranks see different files.
@@ -263,24 +203,34 @@ class DataLoader:
         self._add_events(reasons, {name: who for name, (_, who) in found.items()})
 
     def _add_events(self, dropped: dict[str, str], found_by: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Note the dropped files, each with its reason.
+
+        Args:
+            found_by: rank and host that could not read a file; ranks read no file that was found before.
+        """
         read = self._shards.num_tokens if self._shards is not None else {}
-        self.events += [
-            DroppedFile(
-                name,
-                reason,
-                self.train_sampler.num_dropped if name in read else 0,
-                len(self.train_sampler),
-                found_by.get(name, ""),
-            )
-            for name, reason in dropped.items()
-        ]
+        epoch = len(self.train_sampler)
+        for name, reason in dropped.items():
+            # Samples of an epoch dropped so far; 0 for a file that the run never had.
+            lost = self.train_sampler.num_dropped if name in read else 0
+            share = f"; {lost} of the {epoch} samples of an epoch are left out" if lost else ""
+            record = {"action": "left out", "file": name, "what": reason, "lost_samples": lost, "epoch_samples": epoch}
+            if who := found_by.get(name, ""):
+                record["found_by"] = who
+                reason = f"{reason}; found by {who}"
+            self._add_event(f"left out data file {name} ({reason}){share}", record)
         if (
             self._cfg.train.eval_every
             and self.validation_sampler.is_all_dropped
             and not self._is_dropped_evaluation_reported
         ):
             self._is_dropped_evaluation_reported = True
-            self.events.append(DroppedEvaluation(len(self.validation_sampler)))
+            count = len(self.validation_sampler)
+            text = f"evaluation is skipped: all {count} validation samples are of files that are left out"
+            self._add_event(text, {"action": "evaluation skipped", "lost_samples": count})
+
+    def _add_event(self, text: str, record: dict[str, Any]) -> None:
+        self.events.append(DataEvent("data.corrupt", text, {"kind": "data"} | record))
 
 
 def _rank_and_host(rank: int) -> str:
@@ -294,9 +244,7 @@ def resolve_token_files(
     """Return the token files of a run, with its dropped files; collective over the world.
 
     Args:
-        fingerprints: fingerprints of all data files.
         meta: metadata of the checkpoint whose data the run continues; None for a new run.
-        world: all ranks.
 
     Returns:
         The token files; None for other kinds of data.

@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.checkpoint.peer_snapshot import HeldSteps, PeerSnapshots, choose_members, choose_step
 from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
@@ -27,13 +28,12 @@ from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
-from moefold.launch.regroup import LostRankError, NoRankLostError, RankGeneration, Regroup
+from moefold.launch.regroup import CannotChooseError, LostRankError, NoRankLostError, RankGeneration, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
 from moefold.recipe import without_lost_ranks, world_sizes_after_rank_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
-from moefold.train.elastic_members import choose, snapshot_facts
 from moefold.train.signals import StopSignals
 
 MAX_COLLECTIONS = 8
@@ -64,11 +64,7 @@ class RankLoss:
         return lacks
 
     def describe(self, dp: int) -> str:
-        """Return a log message.
-
-        Args:
-            dp: data-parallel degree of the new generation.
-        """
+        """Return a log message."""
         new = self.generation
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
         waits = "waits" if len(new.spares) == 1 else "wait"
@@ -80,12 +76,7 @@ class RankLoss:
         )
 
     def to_record(self, dp: int, step: int) -> dict[str, Any]:
-        """Return the record for faults.jsonl.
-
-        Args:
-            dp: data-parallel degree of the new generation.
-            step: step where the training resumes.
-        """
+        """Return the record for faults.jsonl."""
         new = self.generation
         return {
             "step": step,
@@ -162,6 +153,64 @@ def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Ma
     return max((step for step in steps if step <= last), default=-1)
 
 
+class MemberChoice(NamedTuple):
+    """Members of the next generation."""
+
+    members: tuple[int, ...]
+    """Job ranks, ascending."""
+    generation: int
+    """Generation of the snapshots that the survivors settle on; 0 without snapshots."""
+    step: int | None
+    """Step to restore from the snapshots; None: the members load a checkpoint."""
+
+
+def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
+    """Return the facts of this process for `choose`, as JSON: the claims of its `PeerSnapshots`."""
+    if snapshots is None:
+        return None
+    return [
+        [generation, rank, {str(step): sorted(ranks) for step, ranks in held_steps.items()}]
+        for generation, rank, held_steps in snapshots.claims()
+    ]
+
+
+def choose(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
+    """Choose `count` survivors, which have all shards of the newest step in memory if possible.
+
+    Args:
+        facts: `snapshot_facts` of each survivor, by job rank.
+
+    Raises:
+        CannotChooseError: this process has no snapshot of the mapping that was lost, but another process has one.
+    """
+    survivors = sorted(facts)
+    first = tuple(survivors[:count])
+    generation = max((claims[0][0] for claims in facts.values() if claims), default=0)
+    if not generation or snapshots is None:
+        return MemberChoice(first, 0, None)
+    # By rank in that generation.
+    held_steps: dict[int, HeldSteps] = {}
+    job_ranks = {}
+    for job_rank, claims in facts.items():
+        for number, rank, steps in claims or []:
+            if number == generation and rank is not None:
+                held_steps[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
+                job_ranks[rank] = job_rank
+    layout = snapshots.layout_of(generation)
+    if layout is None:
+        if held_steps:
+            raise CannotChooseError
+        return MemberChoice(first, generation, None)
+    step = choose_step(held_steps, layout)
+    chosen = tuple(held_steps) if len(held_steps) <= count else choose_members(held_steps, layout, count)
+    if step is None or chosen is None:
+        return MemberChoice(first, generation, None)
+    members = [job_ranks[rank] for rank in chosen]
+    # Spares of the lost mapping have no snapshot of it, and get all shards from the other ranks.
+    members += [rank for rank in survivors if rank not in job_ranks.values()][: count - len(members)]
+    return MemberChoice(tuple(sorted(members)), generation, step)
+
+
 TrainGeneration = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
 """Train with the default process group of the generation, given its recipe, messages for the log, further callbacks
 and the checkpoints of the run; return the exit status."""
@@ -171,12 +220,8 @@ class GenerationLoop:
     """Trains with the ranks that are left, generation after generation.
 
     Args:
-        cfg: the recipe with the chosen run folder.
-        regroup: agreement of the survivors.
         watchdog: reports the last activity of a lost rank.
-        device: device of this rank.
         train: trains one generation; nothing may hold its groups once it has returned or raised.
-        on_spare: called when this rank becomes a spare.
     """
 
     def __init__(

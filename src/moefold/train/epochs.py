@@ -25,8 +25,6 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
     The steps are rounded up: the last step may go beyond the last epoch. Every process computes the same number.
 
     Args:
-        cfg: a valid recipe with run.epochs.
-        program_data: the samples that a program passes.
         is_first: whether this process reports the progress of tokenising, and the others wait for it.
 
     Raises:

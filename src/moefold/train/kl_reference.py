@@ -30,12 +30,7 @@ class ReferenceModel:
     """Computes log-probabilities of batches under reference weights."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Build the model; collective. It has the weights of a new run of the recipe.
-
-        Args:
-            cfg: the recipe; rl.reference names the weights.
-            groups: the process groups of the training mapping.
-        """
+        """Build the model; collective. It has the weights of a new run of the recipe."""
         self._cfg = cfg
         self._groups = groups
         self._capture = LogProbCapture(cfg.rollout.temperature)
@@ -108,8 +103,6 @@ class KLReference:
     """Reference of the KL penalty: a model if `rl.kl` is above 0, and the plateau after which the policy replaces it.
 
     Args:
-        rl: section of the recipe.
-        policy: the model in training.
         build: builds the reference model; collective, and so is the constructor.
     """
 
@@ -152,10 +145,6 @@ class KLReference:
 
     def load_tensors(self, path: Path | None, *, is_of_rl: bool) -> None:
         """Load the weights of the model, after `load_state_dict`; collective.
-
-        Args:
-            path: the checkpoint that the run resumes from; None for a new run.
-            is_of_rl: whether the checkpoint is of a run of reinforcement learning.
 
         Raises:
             ConfigError: the weights cannot be read.

@@ -17,7 +17,6 @@ class LogProbCapture:
     They are computed as `PolicyGradientLoss` computes them, so equal weights have equal log-probabilities.
 
     Args:
-        temperature: divides the logits.
         terms: names of the loss terms; a pipeline has room for the terms of the loss that it was built with.
     """
 
@@ -40,9 +39,7 @@ def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch,
     Pipeline ranks other than the last return zeros.
 
     Args:
-        model: the model.
         capture: the loss of its last stage in this pass.
-        batch: this rank's shard of a batch.
         weights_name: name of the weights, for the phase of the step and for errors.
     """
     passes = f"log-probabilities of {weights_name}"

@@ -1,4 +1,7 @@
-"""Checks of a recipe against the machine that will run it: folders, files, packages and servers."""
+"""Checks of a recipe against the machine that will run it: folders, files, packages and servers.
+
+Each raises ConfigError for the first fault that it finds.
+"""
 
 import tempfile
 from pathlib import Path
@@ -32,9 +35,6 @@ def check_machine(cfg: Config) -> None:
     """Check folders, data, checkpoints and packages on the machine that will run the config; creates nothing.
 
     The config must have passed `check_config`.
-
-    Raises:
-        ConfigError: the first fault found.
     """
     check_writable(cfg.run, cfg.checkpoint)
     check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
@@ -48,22 +48,14 @@ def check_machine(cfg: Config) -> None:
 
 
 def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:
-    """Check that the folders the run writes to exist or can be created, and that files can be created in them.
-
-    Raises:
-        ConfigError: a folder is a file, or cannot be written to.
-    """
+    """Check that the folders the run writes to exist or can be created, and that files can be created in them."""
     probe_folder("run.dir", run.dir)
     if checkpoint.dir and checkpoint.saves:
         probe_folder("checkpoint.dir", checkpoint.dir)
 
 
 def check_packages(model: ModelConfig, parallel: ParallelConfig, metrics: MetricsConfig) -> None:
-    """Check that the packages of the chosen trackers and dispatcher are installed.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Check that the packages of the chosen trackers and dispatcher are installed."""
     if metrics.tensorboard or metrics.wandb:
         from moefold.metrics.tracker import check_trackers
 
@@ -72,11 +64,7 @@ def check_packages(model: ModelConfig, parallel: ParallelConfig, metrics: Metric
 
 
 def check_resume(checkpoint: CheckpointConfig) -> None:
-    """Check that the checkpoint named in the recipe exists, and is a single checkpoint.
-
-    Raises:
-        ConfigError: the path does not exist, is a file, or is a folder of several checkpoints.
-    """
+    """Check that the checkpoint named in the recipe exists, and is a single checkpoint."""
     if checkpoint.resume in ("auto", "never"):
         return
     path = to_path(checkpoint.resume)
@@ -93,11 +81,7 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
 
 
 def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> None:
-    """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it.
-
-    Raises:
-        ConfigError: the weights cannot be used.
-    """
+    """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it."""
     if lora.trains_adapters_only:
         from moefold.convert.preflight import check_initial_adapters
 
@@ -121,11 +105,7 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
 
 
 def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> None:
-    """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written.
-
-    Raises:
-        ConfigError: the trace cannot be replayed.
-    """
+    """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written."""
     if not moe.replay:
         return
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
@@ -139,9 +119,6 @@ def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
     """Check every expert choice of the trace to replay; reads the whole trace, so call it on one process per host.
 
     The trace must have passed `check_replay`.
-
-    Raises:
-        ConfigError: an expert id is out of range, or a token has an expert twice.
     """
     if not moe.replay:
         return
@@ -154,11 +131,7 @@ def _list_checkpoints(folder: Path) -> list[Path]:
 
 
 def probe_folder(key: str, path: str) -> None:
-    """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there.
-
-    Raises:
-        ConfigError: the file cannot be created.
-    """
+    """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there."""
     name = Setting(key, path)
     if is_remote(path):
         if path.startswith("memory://"):
@@ -183,11 +156,7 @@ def probe_folder(key: str, path: str) -> None:
 
 
 def check_meeting_point(sites: SitesConfig) -> None:
-    """Check the address of the meeting point of the sites, and that there is a secret unless it is this machine.
-
-    Raises:
-        ConfigError: the address has another form, or the secret is missing or too short.
-    """
+    """Check the address of the meeting point of the sites, and that there is a secret unless it is this machine."""
     if not sites.meet:
         return
     from moefold.launch.meet_client import parse_address
@@ -204,9 +173,6 @@ def check_offload_folder(train: TrainConfig) -> None:
     """Check that files can be created in the offload folder, whose parent must exist.
 
     Run folders may be created anywhere, but a mistyped offload folder would fill another disk.
-
-    Raises:
-        ConfigError: files cannot be created.
     """
     if not ssd_offload_keys(train):
         return
@@ -222,12 +188,8 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     """Check that rollout.folder holds the model of the recipe, and that a vLLM server runs with it.
 
     Args:
-        cfg: the recipe.
         rank_env: the rank; None before the ranks start.
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
-
-    Raises:
-        ConfigError: the folder holds another model, or the server cannot be reached or was started with other options.
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server
@@ -249,9 +211,6 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     """Check that the cache of the rollout engine holds a sample of train.seq_len, under each mapping that samples.
 
     With rl.staleness, held-out prompts are sampled under the mapping of training.
-
-    Raises:
-        ConfigError: a sample does not fit into the cache.
     """
     from moefold.inference.engine.pages import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request

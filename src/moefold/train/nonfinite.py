@@ -1,7 +1,6 @@
 """NaN/Inf localisation: ranks and parameters of a non-finite step. Runs only after such a step."""
 
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.groups import current_world
 from moefold.errors import format_list
 
 _LAYER_PATTERN = re.compile(r"layers\.(\d+)\.")
@@ -82,21 +80,6 @@ class NonFiniteReport:
 
     def _format_ranks(self, ranks: tuple[int, ...]) -> str:
         return format_list([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])
-
-
-def gather_findings(
-    bad_loss: bool,
-    bad_parameters: tuple[str, ...],
-    has_bad_gradient: bool,
-    is_bad_on_rerun: bool,
-    samples: tuple[int, ...] | None,
-) -> NonFiniteReport:
-    """Gather the findings of all ranks; collective over all of them. For the arguments see `RankNonFinite`."""
-    world = current_world()
-    finding = RankNonFinite(
-        world.rank, socket.gethostname(), bad_loss, bad_parameters, has_bad_gradient, is_bad_on_rerun, samples
-    )
-    return NonFiniteReport(tuple(world.all_gather_object(finding)))
 
 
 def nonfinite_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:

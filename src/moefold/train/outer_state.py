@@ -33,8 +33,6 @@ def make_outer_optimizer(
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
-        model: the model.
-        optimizer: the inner optimizer, whose moments the sites may average.
         state_store: store of the outer states; None: on the device.
     """
     parameters = model.trained_parameters
@@ -61,7 +59,6 @@ class OuterState:
     """State of an outer optimizer in checkpoints, for the registry of a run.
 
     Args:
-        outer: the outer optimizer.
         due: returns the fragments of the round after a step.
     """
 

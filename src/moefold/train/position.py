@@ -33,7 +33,6 @@ class Position:
         Args:
             samples: the sample numbers of its batch, ascending.
             num_tokens: input tokens of its global batch, without padding.
-            is_updated: whether its update was applied.
         """
         self.step += 1
         self.samples = samples[-1] + 1

@@ -1,15 +1,36 @@
-"""Rollouts from ranks that only sample: the training ranks send weights to them and receive rounds from them."""
+"""Rollouts from ranks that only sample: both ends of the link between training ranks and sampling ranks.
 
+The training ranks send weights and orders (`RemoteRollouts`). A sampling rank samples and scores rounds, and sends
+their rows to the training ranks (`SamplingWorker`).
+"""
+
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from moefold.comm.groups import ParallelGroups
+import torch
+
+from moefold.comm.flight_recorder import FlightRecorder
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit, PendingSend
+from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
+from moefold.data.fingerprint import file_sizes, size_differences_by_file
+from moefold.data.prompts import open_prompts
+from moefold.data.tokenizer import load_tokenizer
+from moefold.errors import ConfigError, format_list
+from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.remote_reshard import WeightSender
+from moefold.parallel.remote_reshard import WeightReceiver, WeightSender
+from moefold.rl.reward import Reward, check_columns
 from moefold.rl.rollout_table import Round
-from moefold.train.rollout_sampler import PromptPosition
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import pack_step, split_steps
+from moefold.topology.layout import Layout
+from moefold.topology.rollout_mapping import rollout_config
+from moefold.train.rollout_sampler import PromptPosition, RoundSampler
+from moefold.validate.config import check_config
 
 ORDERS_TAG = 3
 """Tags of the messages of a `JobLink`: orders of training rank 0, and rounds for one training rank."""
@@ -41,15 +62,7 @@ def sampling_rank_of(split: JobSplit, training_rank: int) -> int:
 
 
 class RemoteRollouts:
-    """Orders rounds from the ranks that only sample, which work while this rank trains.
-
-    Args:
-        source, target: the mappings of training and of sampling.
-        groups: the process groups of training.
-        model: the model in training.
-        link: link to the ranks that sample.
-        start: first message to them.
-    """
+    """Orders rounds from the ranks that only sample, which work while this rank trains."""
 
     def __init__(
         self,
@@ -102,3 +115,103 @@ class RemoteRollouts:
         if not self._is_first_rank:
             return []
         return [self._link.send_object(message, rank, ORDERS_TAG) for rank in self._link.split.sampling_ranks]
+
+
+class SamplingWorker:
+    """Samples the rounds that training rank 0 orders; collective over the sampling ranks.
+
+    Args:
+        link: link to the training ranks, which have `RemoteRollouts`.
+    """
+
+    def __init__(
+        self, cfg: Config, layout: Layout, device: torch.device, recorder: FlightRecorder, link: JobLink
+    ) -> None:
+        sampled = rollout_config(cfg)
+        groups = ParallelGroups.create(check_config(sampled, is_training=False), device, recorder)
+        self._cfg = cfg
+        self._layout = layout
+        self._link = link
+        self._recorder = recorder
+        self._recorder.set_phase("joining the ranks that train")
+        self._check_data()
+        tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
+        assert tokenizer.separator_id is not None, "checked before the run"
+        self._pad_id = tokenizer.separator_id
+        check = check_columns(cfg.data, cfg.reward)
+        self._prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check).train
+        model = InferenceModel.build(sampled, groups)
+        source = WeightSharding.from_config(cfg, for_training=True)
+        target = WeightSharding.from_config(sampled, for_training=False)
+        self._receiver = WeightReceiver(model, source, target, link)
+        self._reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
+        self._sampler = RoundSampler(cfg, model, groups, self._reward, tokenizer)
+        self._position = PromptPosition(0)
+        self._served = [rank for rank in link.split.training_ranks if sampling_rank_of(link.split, rank) == link.rank]
+        self._sends: deque[list[PendingSend]] = deque()
+        self._max_pending = cfg.rl.staleness // cfg.rl.updates + 1
+
+    def run(self) -> None:
+        """Sample until training has ended.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        with self._reward:
+            started_s = time.perf_counter()
+            while (order := self._next_order()) is not None:
+                self._work(order, time.perf_counter() - started_s)
+                started_s = time.perf_counter()
+            self._wait_sends(0)
+
+    def _check_data(self) -> None:
+        """Check that this rank sees the data files of the training ranks."""
+        start = self._link.receive_object(0, ORDERS_TAG)
+        assert isinstance(start, SamplingStart)
+        differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
+        for rank, difference in enumerate(current_world().all_gather_object(differences)):
+            if difference:
+                raise ConfigError(
+                    f"rank {self._link.split.sampling_ranks[rank]}, which samples, sees other data than rank 0: "
+                    f"{format_list(list(difference.values()))}; give all machines the same files"
+                )
+
+    def _next_order(self) -> RoundOrder | None:
+        self._recorder.set_phase("waiting for weights of the training ranks")
+        order = self._link.receive_object(0, ORDERS_TAG)
+        assert order is None or isinstance(order, RoundOrder)
+        return order
+
+    def _work(self, order: RoundOrder, waited_s: float) -> None:
+        """Receive the weights of an order, sample its rounds and send them."""
+        self._recorder.begin_step(order.version + 1, "receiving weights of the training ranks")
+        self._position = order.restart or self._position
+        statistics = RoundStatistics(wait_s=waited_s, reshard_s=self._receiver.receive().seconds)
+        for _ in range(order.count):
+            new = self._sampler.sample(self._prompts, self._position, order.version, statistics)
+            self._position = replace(self._position, first=new.prompts[-1] + 1)
+            self._recorder.set_phase("sending rollouts to the training ranks")
+            self._wait_sends(self._max_pending - 1)
+            self._sends.append([self._link.send_object(sent, rank, ROUNDS_TAG) for rank, sent in self._for_ranks(new)])
+            statistics = RoundStatistics()
+
+    def _for_ranks(self, round_: Round) -> Iterator[tuple[int, Round]]:
+        """Yield each training rank with its part of a round: its rows, and on the first rank also the groups."""
+        assert round_.groups is not None
+        steps = split_steps(round_.groups, self._cfg.rl.updates)
+        metrics = tuple(round_.statistics.metrics(groups) for groups in steps)
+        for rank in self._served:
+            dp_rank = self._layout.attention.coordinate(rank, "dp")
+            rows = tuple(
+                pack_step(
+                    groups, self._cfg.parallel, self._cfg.train, self._cfg.rl, self._cfg.rollout, self._pad_id, dp_rank
+                )
+                for groups in steps
+            )
+            yield rank, replace(round_, groups=round_.groups if rank == 0 else None, steps=rows, metrics=metrics)
+
+    def _wait_sends(self, max_pending: int) -> None:
+        """Wait until at most `max_pending` rounds are in flight to a training rank."""
+        while len(self._sends) > max_pending:
+            for send in self._sends.popleft():
+                send.wait()

@@ -22,7 +22,6 @@ from moefold.config.method_defaults import (
     method_settings,
 )
 from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 
@@ -36,13 +35,18 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     been lost meanwhile.
 
     Args:
-        cfg: the recipe.
         settings: the keys of the run as "section.key"; it may lack some, and hold anything.
         left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
     """
-    same_length = all(
-        settings.get(key) == value for key, value in _length_settings(cfg.run, cfg.train, cfg.data).items()
-    )
+    # The settings that determine the number of steps, with the files of the data.
+    length = {
+        "train.seq_len": cfg.train.seq_len,
+        "train.global_batch_size": cfg.train.global_batch_size,
+        "run.epochs": cfg.run.epochs,
+        "data.kind": cfg.data.kind,
+        "data.path": list(cfg.data.path) if isinstance(cfg.data.path, tuple) else cfg.data.path,
+    }
+    same_length = all(settings.get(key) == value for key, value in length.items())
     if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
         cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
     chunk = settings.get(CHUNK_KEY)
@@ -53,23 +57,11 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
         key: settings[key] for key in METHOD_KEYS if key in settings
     }
     ours = method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl)
-    if (
-        LR_KEY not in left_out
-        or not isinstance(rate, int | float)
-        or isinstance(rate, bool)
-        or not 0 <= rate < math.inf
-    ):
+    if LR_KEY not in left_out or describe_method(before) != describe_method(ours):
         return cfg
-    if describe_method(before) != describe_method(ours):
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < math.inf:
         return cfg
     return replace(cfg, train=replace(cfg.train, lr=float(rate)))
-
-
-def _length_settings(run: RunConfig, train: TrainConfig, data: DataConfig) -> dict[str, Any]:
-    """Return the settings that determine the number of steps, with the files of the data."""
-    sizes = {"train.seq_len": train.seq_len, "train.global_batch_size": train.global_batch_size}
-    path = list(data.path) if isinstance(data.path, tuple) else data.path
-    return {"run.epochs": run.epochs, "data.kind": data.kind, "data.path": path} | sizes
 
 
 def settings_of_checkpoint(

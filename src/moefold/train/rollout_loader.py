@@ -7,10 +7,10 @@ meanwhile, and each rank receives the rows that it trains on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -42,27 +42,17 @@ from moefold.train.step_data import DataEvent
 from moefold.validate.exactness import mismatch_limit
 
 
-@dataclass(frozen=True)
-class FailedRewardEvent:
-    """Event of a group without rewards, because its reward function failed."""
-
-    setting: ClassVar[str] = "reward.on_error"
-    failed: FailedReward
-
-    def describe(self) -> str:
-        """Return a log message."""
-        return f"{self.failed.describe()}; its group is left out"
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the record for faults.jsonl."""
-        return {
-            "kind": "reward",
-            "action": "drop",
-            "function": self.failed.function,
-            "what": self.failed.reason,
-            "prompt": self.failed.prompt.text,
-            "origin": self.failed.prompt.location,
-        }
+def failed_reward_event(failed: FailedReward) -> DataEvent:
+    """Return the event of a group without rewards, because its reward function failed."""
+    record = {
+        "kind": "reward",
+        "action": "drop",
+        "function": failed.function,
+        "what": failed.reason,
+        "prompt": failed.prompt.text,
+        "origin": failed.prompt.location,
+    }
+    return DataEvent("reward.on_error", f"{failed.describe()}; its group is left out", record)
 
 
 class PromptNumbers:
@@ -100,16 +90,7 @@ class RolloutLoader:
         position: Position,
         link: JobLink | None,
     ) -> None:
-        """Fingerprint the prompt files; collective.
-
-        Args:
-            cfg: the recipe.
-            groups: the process groups of training.
-            model: the model in training.
-            reward: scores the completions.
-            position: progress of the run.
-            link: link to the ranks of rollout.ranks; None without them.
-        """
+        """Fingerprint the prompt files; collective."""
         self._cfg = cfg
         self._groups = groups
         self._position = position
@@ -180,9 +161,6 @@ class RolloutLoader:
     def load_tensors(self, path: Path | None) -> None:
         """Load the rollouts that are not trained on yet, and the reference model; collective.
 
-        Args:
-            path: the checkpoint that the run resumes from; None for a new run.
-
         Raises:
             ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.
         """
@@ -212,7 +190,7 @@ class RolloutLoader:
         if begins_round:
             one, waited_s = self.queue.next_round(self._step, first, skipped_ranges)
             self._samples = one.prompts
-            self.events += [FailedRewardEvent(failed) for failed in one.failures]
+            self.events += map(failed_reward_event, one.failures)
             self._pending = self._steps.build(one, self._step, waited_s)
         step = self._pending.pop(0)
         self._step += 1
@@ -250,7 +228,7 @@ class RolloutLoader:
         """
         assert self._prompts.validation is not None, "checked before the run"
         reward, failures = self.sampling.evaluate(self._prompts.validation)
-        self.events += [FailedRewardEvent(failed) for failed in failures]
+        self.events += map(failed_reward_event, failures)
         return reward
 
     def completion_text(self, rollout: Rollout) -> str:

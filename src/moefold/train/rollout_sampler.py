@@ -38,11 +38,6 @@ class RoundSampler:
     """Samples and scores rounds of rollouts by a model; collective over the ranks of its mapping.
 
     Args:
-        cfg: the recipe.
-        model: the model that samples.
-        groups: the process groups of its mapping.
-        reward: scores the completions.
-        tokenizer: decodes the completions.
         records_routing: whether rounds contain the chosen experts, for routing replay.
         engine: samples in place of the model; None: our own engine samples with the model.
     """
@@ -77,12 +72,6 @@ class RoundSampler:
         self, prompts: PromptSource, position: PromptPosition, version: int, statistics: RoundStatistics
     ) -> Round:
         """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace groups of equal rewards.
-
-        Args:
-            prompts: the prompts of the run.
-            position: where the round begins.
-            version: optimizer steps of the weights that sample.
-            statistics: receives the statistics of the round.
 
         Raises:
             RunError: a reward function failed.

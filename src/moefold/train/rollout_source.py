@@ -30,13 +30,7 @@ class RolloutModel:
     """The sampling model `model`, the process groups `groups` of its mapping, and its recipe `cfg`."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups, trained: ParallelModel) -> None:
-        """Build a second model if the recipe has another mapping for sampling; collective.
-
-        Args:
-            cfg: the recipe.
-            groups: the process groups of training.
-            trained: the model in training.
-        """
+        """Build a second model if the recipe has another mapping for sampling; collective."""
         self.model: ParallelModel | InferenceModel = trained
         self.groups = groups
         self.cfg = cfg
@@ -94,7 +88,6 @@ class RolloutSource(Protocol):
         """Order rounds that the current weights sample.
 
         Args:
-            count: number of rounds.
             version: number of optimizer steps that produced the weights.
             restart: the prompts to begin with; None: the prompts after the last ordered round.
         """
@@ -117,9 +110,7 @@ class LocalRollouts:
     """Samples at once, on the ranks that train.
 
     Args:
-        sampler: samples rounds.
         update: gives the current weights to the model of the sampler, and returns the seconds that it took.
-        prompts: the prompts of the run.
     """
 
     def __init__(self, sampler: RoundSampler, update: Callable[[], float], prompts: PromptSource) -> None:
@@ -160,13 +151,6 @@ class LocalSampling:
     """Samplers of the ranks that train, for rollouts and for held-out prompts, and how exact they are.
 
     The constructor is collective.
-
-    Args:
-        cfg: the recipe.
-        groups: the process groups of training.
-        model: the model in training.
-        reward: scores the completions.
-        tokenizer: decodes the completions.
     """
 
     def __init__(

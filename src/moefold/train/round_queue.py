@@ -30,10 +30,6 @@ class RoundQueue:
     """Orders rounds of a source as far ahead as `rl.staleness` allows, and keeps those that wait in a `RolloutTable`.
 
     All ranks call its methods at the same steps; those that receive rounds are collective.
-
-    Args:
-        run, train, rl: sections of the recipe.
-        source: the source of the rounds.
     """
 
     def __init__(self, run: RunConfig, train: TrainConfig, rl: RLConfig, source: RolloutSource) -> None:
@@ -48,8 +44,6 @@ class RoundQueue:
         """Order the rounds that the current weights sample; return the oldest round, and the seconds of the wait.
 
         Args:
-            step: optimizer steps of the run so far.
-            first: first prompt of the run that is not used yet.
             skipped_ranges: prompts to skip.
 
         Raises:
@@ -94,10 +88,7 @@ class RoundQueue:
         """Take the rounds of a checkpoint in place of all others; return a message about old or missing rounds.
 
         Args:
-            path: the checkpoint.
             state: its state of reinforcement learning; None if it has no rounds for this run.
-            step: its optimizer steps.
-            open_prompt: returns a prompt by its number.
 
         Raises:
             ConfigError: the rounds are of other batches.

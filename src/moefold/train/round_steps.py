@@ -34,9 +34,6 @@ class RoundSteps:
     """Builds the steps of rounds, and prepares the model for each; collective.
 
     Args:
-        train, rl: sections of the recipe.
-        model: the model in training.
-        sharder: builds the batches.
         pack: packs the rollouts of one step, and returns the rows of this rank.
         replay: replays the choices of experts; None if the routers choose.
         capture: stores log-probabilities of the weights that sampled; None if the loss reads none.
@@ -65,11 +62,6 @@ class RoundSteps:
         """Build the batches of a round.
 
         All batches are built now: later steps may need log-probabilities of the weights that sampled.
-
-        Args:
-            one: the round.
-            step: optimizer steps of the run before the round.
-            waited_s: seconds that training waited for it.
         """
         updates = self._updates
         groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates

@@ -49,10 +49,6 @@ class RoutingProbe:
 
     A rank has the same layers on every site and, with the same held-out samples and global batch size, the same
     tokens. A hash of the tokens shows whether the choices of the sites can be compared.
-
-    Args:
-        model, train: sections of the recipe.
-        site: number of this site.
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, site: int) -> None:
@@ -97,7 +93,6 @@ def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) 
     Args:
         gathered: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
         weights: weight of each member; choices of members of weight 0 are not read.
-        index: index of this site among the members.
 
     Returns:
         Number of equal choices, and number of all compared choices, over the other members.

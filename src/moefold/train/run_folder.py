@@ -17,7 +17,6 @@ from moefold.checkpoint.checkpoint_dir import (
     checkpoint_folder,
     has_unfinished_checkpoint,
     named_checkpoints,
-    quick_validate,
     step_of,
 )
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
@@ -27,7 +26,7 @@ from moefold.checkpoint.resume import (
     data_order_change,
     model_differences,
     moved_data_message,
-    resume_candidate,
+    newest_intact_checkpoint,
     sample_order,
 )
 from moefold.config.bounds import keys_of_same_run
@@ -76,7 +75,6 @@ def choose_run_folder(
     5. Else the first free folder of run.dir-2, run.dir-3, ...
 
     Args:
-        cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
         left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """
@@ -164,11 +162,11 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
         return False
     differing = _changed_keys(settings, _settings(cfg))
     moved_keys = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
-    if any(not _is_free_to_change(key) for key in differing if key not in moved_keys):
+    if set(_changes_of_run(settings, _settings(cfg))) - moved_keys:
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
-    newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
+    newest = newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if moved_keys and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
         return False
     if newest is None:
@@ -187,7 +185,7 @@ def _is_busy_with_other_run(folder: Path, current: Settings) -> bool:
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)
-    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, current))
+    return settings is not None and bool(_changes_of_run(settings, current))
 
 
 def _starts_over(folder: Path, cfg: Config) -> bool:
@@ -203,8 +201,8 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     saved = checkpoint_folder(cfg.run, cfg.checkpoint)
     if not _contains_run(folder, cfg.checkpoint) or named_checkpoints(saved):
         return False
-    differing = _changed_keys(settings, _settings(cfg))
-    if any(not _is_free_to_change(key) for key in differing) or "checkpoint.dir" in differing:
+    now = _settings(cfg)
+    if _changes_of_run(settings, now) or "checkpoint.dir" in _changed_keys(settings, now):
         return False
     before = _settings(Config()) | settings
     last_step = max((record["step"] for record in read_records(folder)), default=0)
@@ -225,7 +223,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         # Checkpoints of later steps are refused by name at the start.
         is_same_run = any(path.resolve() == source.resolve() or step_of(path) > step_of(source) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
-    newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
+    newest = newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:
         # Damaged checkpoints are refused by name at the start.
         return "" if checkpoints else "it has no checkpoint to go on from"
@@ -240,9 +238,8 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     if meta.step < cfg.run.steps or settings is None:
         return ""
     now = _settings(cfg)
-    changed = [
-        key for key in _changed_keys(settings, now) if not _is_free_to_change(key) or _invalidates_finished_run(key)
-    ]
+    of_run = _changes_of_run(settings, now)
+    changed = [key for key in _changed_keys(settings, now) if key in of_run or _invalidates_finished_run(key)]
     return (
         f"it has {meta.step} steps, with other settings: "
         f"{format_list([_describe_change(key, settings, now) for key in changed])}"
@@ -257,14 +254,6 @@ def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder)
     # Only files with different names need to be read for the answer.
     digests = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
     return data_order_change(meta, order, digests, drops_files=data.drops_files)
-
-
-def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
-    """Return the newest checkpoint of the run whose file sizes are right."""
-    damaged: list[str] = []
-    while (path := resume_candidate(run, checkpoint, damaged)) is not None and quick_validate(path):
-        damaged.append(str(path))
-    return path
 
 
 def _read_settings(folder: Path) -> Settings | None:
@@ -306,10 +295,10 @@ def _with_defaults(settings: Settings) -> Settings:
     return _settings(Config()) | tables | settings
 
 
-def _is_free_to_change(key: str) -> bool:
-    """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
-    section, name, *_ = key.split(".")
-    return f"{section}.{name}" in keys_of_same_run()
+def _changes_of_run(settings: Settings, now: Settings) -> list[str]:
+    """Return the changed keys that make another run: all but folder, length, mapping, logging and saving."""
+    free = keys_of_same_run()
+    return [key for key in _changed_keys(settings, now) if ".".join(key.split(".")[:2]) not in free]
 
 
 def _invalidates_finished_run(key: str) -> bool:
@@ -323,13 +312,8 @@ def _describe_change(key: str, settings: Settings, now: Settings) -> str:
 
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
     """Return a message with the settings that changed on resume; empty if none did."""
-    if (
-        settings is None
-        or cfg.checkpoint.resume != "auto"
-        or _newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None
-    ):
+    if settings is None or cfg.checkpoint.resume != "auto" or newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None:
         return ""
     now = _settings(cfg)
-    changed = [key for key in _changed_keys(settings, now) if not _is_free_to_change(key)]
-    changed = [_describe_change(key, settings, now) for key in changed]
+    changed = [_describe_change(key, settings, now) for key in _changes_of_run(settings, now)]
     return f"the run in {cfg.run.dir!r} goes on with other settings: {', '.join(changed)}" if changed else ""

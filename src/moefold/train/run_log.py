@@ -124,8 +124,8 @@ class RunLog:
 
     def log_dropped_file(self, step: int, dropped: "DataEvent") -> None:
         """Log dropped data."""
-        self.log_fault({"step": step} | dropped.to_record())
-        self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")
+        self.log_fault({"step": step} | dropped.record)
+        self._progress.message(f"step {step}: {dropped.text}, as {dropped.setting} says")
 
     def log_skipped_round(self, step: int, why: str) -> None:
         """Log a round of the sites that was not applied."""

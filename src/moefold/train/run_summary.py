@@ -36,14 +36,7 @@ MIN_UNBOUNDED_SAMPLES = 2**39
 def startup_lines(
     cfg: Config, device_type: str, train_sampler: SampleNumbers, validation_sampler: SampleNumbers
 ) -> list[str]:
-    """Return the lines that describe the run before its first step.
-
-    Args:
-        cfg: the resolved recipe.
-        device_type: "cpu" or "cuda".
-        train_sampler: the training samples.
-        validation_sampler: the validation samples; may be empty.
-    """
+    """Return the lines that describe the run before its first step."""
     optimizer = chosen_in(cfg.train, OptimizerPart).kind
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
@@ -51,12 +44,13 @@ def startup_lines(
         f"data   {_describe_data(cfg.run, cfg.train, cfg.data, cfg.rl, train_sampler, validation_sampler)}",
         f"batch  {_describe_batch(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, train_sampler.filled)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
-        f"ranks  {_describe_ranks(cfg.run, cfg.parallel, device_type)}",
+        f"ranks  {cfg.parallel.world_size} on {device_type}, {cfg.run.dtype}"
+        + (f"; {_describe_mapping(cfg.parallel)}" if cfg.parallel.world_size > 1 else ""),
         *_loss_lines(cfg.train, device_type, cp=cfg.parallel.cp, vocab_rows=cfg.vocab_rows),
         *(_sampling_lines(cfg.parallel, cfg.rl, cfg.rollout) if cfg.is_rl else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
-        *_warmup_lines(cfg.model, cfg.train),
+        *([INDEXERS_ALONE] if cfg.train.trains_indexers_only(cfg.model) else []),
     ]
 
 
@@ -73,13 +67,7 @@ def _loss_lines(train: TrainConfig, device_type: str, *, cp: int, vocab_rows: in
     ]
 
 
-def _warmup_lines(model: ModelConfig, train: TrainConfig) -> list[str]:
-    """Return a note on losses that are reported but train nothing in the warm-up of indexers."""
-    if not train.trains_indexers_only(model):
-        return []
-    return ["note   train.indexer_stage='warmup' trains the indexers alone; other losses are reported only"]
-
-
+INDEXERS_ALONE = "note   train.indexer_stage='warmup' trains the indexers alone; other losses are reported only"
 MIN_ROUNDS_OF_MOMENTUM = 100
 """Rounds below which an outer momentum above 0.5 does harm: docs/log.md#2026-11-26-sites."""
 
@@ -171,13 +159,6 @@ def _describe_data(
     return ", ".join(parts)
 
 
-def _describe_ranks(run: RunConfig, parallel: ParallelConfig, device_type: str) -> str:
-    text = f"{parallel.world_size} on {device_type}, {run.dtype}"
-    if parallel.world_size == 1:
-        return text
-    return f"{text}; {_describe_mapping(parallel)}"
-
-
 def _describe_mapping(parallel: ParallelConfig) -> str:
     shared = f" x pp{parallel.pp}" if parallel.pp > 1 else ""
     attention = f"tp{parallel.tp} x cp{parallel.cp} x dp{parallel.dp}{shared}"
@@ -210,9 +191,7 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
     """Return the last lines of a run's log.
 
     Args:
-        cfg: the recipe.
         status: 0, or 128 plus the number of the signal that stopped the run.
-        step: the last finished step.
     """
     complete = complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     newest = complete[-1] if complete else None
@@ -227,15 +206,11 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
         ]
     if step_of(newest) < step:
         done += f"not saved since step {step_of(newest)}, as {_not_saved_reason(cfg.checkpoint)}; "
-    return [f"{done}model in {newest}", *_best_line(cfg.checkpoint, complete), *next_commands(cfg)]
-
-
-def _best_line(checkpoint: CheckpointConfig, complete: list[Path]) -> list[str]:
-    """Return the line about the checkpoint with the lowest held-out loss, if the run keeps it."""
-    best = best_of(complete) if checkpoint.keep_best else None
-    if best is None:
-        return []
-    return [f"best: {best.name}, held-out loss {read_meta(best).eval_loss:.4f}; {best.parent / BEST_NAME} names it"]
+    lines = [f"{done}model in {newest}"]
+    if cfg.checkpoint.keep_best and (best := best_of(complete)) is not None:
+        loss = read_meta(best).eval_loss
+        lines.append(f"best: {best.name}, held-out loss {loss:.4f}; {best.parent / BEST_NAME} names it")
+    return lines + next_commands(cfg)
 
 
 def next_commands(cfg: Config) -> list[str]:

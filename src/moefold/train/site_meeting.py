@@ -84,10 +84,8 @@ class SiteMeeting:
     """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
 
     Args:
-        sites: section of the recipe.
         settings: the settings that all sites must share, by name: `equal_settings`, and the hash of the frozen weights,
             which no round makes equal.
-        rank: this rank in the site.
     """
 
     def __init__(self, sites: SitesConfig, settings: dict[str, Any], rank: int) -> None:
@@ -121,7 +119,6 @@ class SiteMeeting:
         """Register until all sites are here; collective.
 
         Args:
-            registration: position and weights of the site.
             poll: called on all ranks with each answer to wait; returns whether to stop waiting.
 
         Returns:
@@ -185,8 +182,8 @@ class SiteMeeting:
                 return None
             time.sleep(POLL_S)
 
-    def connect(self, greeting: Callable[[], Message]) -> None:
-        """Prepare for rounds, once all sites are here.
+    def connect(self, greeting: Callable[[], Message]) -> SiteLinks:
+        """Prepare for rounds, once all sites are here, and return the links to the other sites.
 
         Args:
             greeting: returns position and weights of the site, for a connection after the first connection was lost.
@@ -208,6 +205,7 @@ class SiteMeeting:
         store = MeetStore(self._links_connection, self._sites.timeout_s)
         host = self._links_connection.local_host
         self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
+        return self.links
 
     def raise_if_refused(self, answer: Message) -> None:
         """Raise an error if an answer excludes the site.

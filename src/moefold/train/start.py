@@ -69,7 +69,6 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     """Plan the mapping if the recipe leaves it open, check the recipe, and choose the run folder.
 
     Args:
-        recipe: the recipe.
         rank_env: environment of this process, if a launcher started it.
         program_data: the samples that a program passes, for data.kind="program".
 
@@ -130,11 +129,7 @@ def _keep_resolved_of_checkpoint(cfg: Config, left_out: frozenset[str]) -> Confi
 
 
 def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
-    """Check that fewer ranks fit the recipe, and that the launcher leaves the survivors of a lost rank alive.
-
-    Raises:
-        ConfigError: fewer ranks do not fit, or the launcher would end the survivors.
-    """
+    """Check that fewer ranks fit the recipe, and that the launcher leaves the survivors of a lost rank alive."""
     if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
         launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
         end = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"

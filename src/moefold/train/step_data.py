@@ -1,7 +1,8 @@
 """Protocol of the source of a run's batches: a data loader, or the rollouts of reinforcement learning."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.data.sampler import SampleNumbers
@@ -10,19 +11,16 @@ from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
 
 
-class DataEvent(Protocol):
+@dataclass(frozen=True)
+class DataEvent:
     """Event of lost data that does not end a run, for the log."""
 
-    setting: ClassVar[str]
+    setting: str
     """The recipe key that allows it."""
-
-    def describe(self) -> str:
-        """Return a log message."""
-        ...
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the record for faults.jsonl."""
-        ...
+    text: str
+    """Message for the log."""
+    record: dict[str, Any]
+    """Record for faults.jsonl."""
 
 
 class StepData(Protocol):
@@ -65,7 +63,6 @@ class StepData(Protocol):
 
         Args:
             first: first sample of the run that is not used yet.
-            skipped_ranges: samples to skip.
         """
         ...
 

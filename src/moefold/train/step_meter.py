@@ -57,9 +57,8 @@ class StepResult:
     replicas: ReplicaMetrics | None = None
     offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
-    attention_max_over_mean: float | None = None
-    attention_moved_rows: int | None = None
-    attention_bytes: int | None = None
+    attention: dict[str, float] = field(default_factory=dict)
+    """Numbers of planned attention by name, see `AttentionMeter.metrics`; empty without it."""
     expert_counts: np.ndarray
     """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     flags: tuple[int, ...]
@@ -81,7 +80,8 @@ class StepResult:
         """Return the numbers by name that the table of metrics has."""
         from moefold.metrics.definitions import STEP
 
-        return {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
+        own = {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
+        return own | self.attention
 
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
@@ -116,9 +116,7 @@ class StepMeter:
     """Measures the steps of a rank, and reduces the numbers of all ranks.
 
     Args:
-        model: the model.
         clipped: the parameters whose gradients count in the norm, by name.
-        parallel, train: sections of the recipe.
     """
 
     def __init__(
@@ -180,12 +178,7 @@ class StepMeter:
         """Sum all numbers of a step over the ranks, in one all-reduce.
 
         Args:
-            loss: loss terms of this rank.
-            step: number of the step.
-            flags: stop flags of this rank.
-            memory_tracker: memory tracker of a measured step.
             passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
-            rate: learning rate of the step.
         """
         world = self._model.groups.world
         device = loss.device
@@ -205,16 +198,19 @@ class StepMeter:
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
         packer.add_row("rank times", self._times(device), world)
-        packer.add("offload", self._offload_metrics(device))
+        offload = () if self._model.offload is None else astuple(self._model.offload.end_step())
+        packer.add("offload", torch.tensor(offload, dtype=torch.float64, device=device))
         packer.add("receive loads", self._model.local_receive_load())
-        by_part = torch.zeros(0, dtype=torch.float64, device=device)
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        by_part = nothing
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part
 
             by_part = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add_row("memory by part", by_part, world)
         packer.add("perturbed losses", loss.new_zeros(0) if passes is None else passes.local_losses())
-        packer.add("attention", self._attention_statistics(device))
+        planned = None if self._attention is None else self._attention.local_statistics(device)
+        packer.add("attention", nothing if planned is None else planned)
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         projected = None if passes is None else passes.project(totals["perturbed losses"], step)
@@ -258,7 +254,7 @@ class StepMeter:
             rank_times=times.numpy(),
             memory_by_part=_memory_by_part(totals["memory by part"]),
             offload=(offload_metrics(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None),
-            **({} if self._attention is None else self._attention.metrics(totals["attention"])),
+            attention={} if self._attention is None else self._attention.metrics(totals["attention"]),
         )
 
     def _times(self, device: torch.device) -> Tensor:
@@ -271,16 +267,6 @@ class StepMeter:
             times[DATA] = self._data_s
             times[COMM] = waited_s
         return times
-
-    def _attention_statistics(self, device: torch.device) -> Tensor:
-        if self._attention is None:
-            return torch.zeros(0, dtype=torch.float64, device=device)
-        return self._attention.local_statistics(device)
-
-    def _offload_metrics(self, device: torch.device) -> Tensor:
-        """Return the activation-offload statistics of this rank, [4], or [0] without offload."""
-        numbers = () if self._model.offload is None else astuple(self._model.offload.end_step())
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
 
     def _local_router_stats(self, device: torch.device) -> Tensor:
         """Return this rank's part of every MoE layer's router statistics, [MoE layers, 5 + 3 * E].

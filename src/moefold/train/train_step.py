@@ -1,5 +1,6 @@
 """One optimizer step: forward, backward, gradient clipping, update, and the metrics reduced over all ranks."""
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from moefold.checkpoint.run_states import Record, RunStates
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import current_world
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
@@ -165,7 +167,6 @@ class TrainingStep:
         the batch was loaded inside `meter.loading()`.
 
         Args:
-            batch: this rank's shard.
             step: number of this step, 1-based.
             flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
         """
@@ -252,7 +253,7 @@ class TrainingStep:
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":
         """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction; collective."""
-        from moefold.train.nonfinite import gather_findings, is_finite, nonfinite_parameters
+        from moefold.train.nonfinite import NonFiniteReport, RankNonFinite, is_finite, nonfinite_parameters
 
         device = self.model.groups.device
         has_bad_loss = not is_finite(loss)
@@ -266,7 +267,17 @@ class TrainingStep:
             self._passes.restore()
         has_bad_gradient = self._fsdp_hooks is not None and not self._fsdp_hooks.are_local_grads_finite(device)
         is_bad_again = has_bad_gradient or not is_finite(rerun_loss) or bool(nonfinite_parameters(self.parameters))
-        return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
+        world = current_world()
+        finding = RankNonFinite(
+            rank=world.rank,
+            host=socket.gethostname(),
+            has_bad_loss=has_bad_loss,
+            bad_parameters=bad_parameters,
+            has_bad_gradient=has_bad_gradient,
+            is_bad_on_rerun=is_bad_again,
+            samples=batch.placed_samples(),
+        )
+        return NonFiniteReport(tuple(world.all_gather_object(finding)))
 
     def begin_step(self, step: int, batch: Batch) -> None:
         """Prepare the routers for step `step` with a batch. Forward passes up to the next call belong to that step.
@@ -292,7 +303,6 @@ class TrainingStep:
         """Compute the loss as `evaluate` does, unless a rank raises a stop flag; collective.
 
         Args:
-            batches: this rank's shards.
             flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
 
         Returns:

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,13 +56,10 @@ class Trainer:
         """Build the model and open the data; collective.
 
         Args:
-            cfg: the recipe.
-            groups: the process groups of this rank.
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: the recipe's samples.
             callbacks: hooks of the program, the same on every rank, see `CallbackStage`.
-            link: link to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """
         self._cfg = cfg
@@ -84,9 +80,10 @@ class Trainer:
         self._data_loader: StepData
         self._data_loader, own = self._open_rollouts(model, link) if cfg.is_rl else self._open_data(model, data)
         self._checkpointing = Checkpointing(cfg, groups, history)
-        self._program_callbacks = tuple(callbacks)
-        own += self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
-        self._callbacks = tuple(sorted(own, key=lambda callback: callback.stage))
+        own += self._recipe_callbacks(callbacks, measures_kernels=model.autotuner.is_enabled)
+        self.callbacks = tuple(sorted((*own, *callbacks), key=_stage_of))
+        """Callbacks of the recipe and of the program, stage by stage."""
+        self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))
 
     def _open_data(self, model: ParallelModel, data: "ProgramData | None") -> tuple[DataLoader, list[StageCallback]]:
         """Return the data loader and the callbacks that need it."""
@@ -117,13 +114,13 @@ class Trainer:
             RolloutLogging(loader, cfg.metrics.rollouts_every),
         ]
 
-    def _recipe_callbacks(self, *, measures_kernels: bool) -> list[StageCallback]:
+    def _recipe_callbacks(self, measuring: Sequence[Callback], *, measures_kernels: bool) -> list[StageCallback]:
         """Return the callbacks that need no data; modules of unused features are not imported."""
         cfg = self._cfg
         flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
         callbacks: list[StageCallback] = [
             RoutingTraceSaving(),
-            MetricsLogging(cfg.run, cfg.metrics, flops_per_token, self._groups.device, self._program_callbacks),
+            MetricsLogging(cfg.run, cfg.metrics, flops_per_token, self._groups.device, measuring),
             StragglerDetection(cfg.faults.straggler_factor),
             self._checkpointing,
         ]
@@ -137,8 +134,7 @@ class Trainer:
             drain = self._checkpointing.saver.drain
             callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
         if cfg.sites.is_active:
-            from moefold.train.callbacks.site_evaluation import SiteEvaluation
-            from moefold.train.callbacks.sites import SiteRounds
+            from moefold.train.callbacks.sites import SiteEvaluation, SiteRounds
             from moefold.train.site_meeting import equal_settings
 
             settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
@@ -148,9 +144,6 @@ class Trainer:
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
-
-        Args:
-            stop: signal handlers, installed during the training loop.
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
@@ -179,7 +172,7 @@ class Trainer:
             try:
                 self._loop(context, collect_garbage)
             except Exception as error:
-                for callback in (*self._callbacks, *self._program_callbacks):
+                for callback in self.callbacks:
                     callback.on_error(context, error)
                 raise
             if context.log is not None:
@@ -192,19 +185,19 @@ class Trainer:
         self._train_step.add_states(states)
         # Rollouts that are too old for the step of the position are sampled again.
         states.add("data", self._data_loader, after=("position", "weights"))
-        for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._program_callbacks)):
-            for callback in callbacks:
-                if callback.saved_as:
-                    states.add(f"{prefix}{callback.saved_as}", callback)
+        for callback in self.callbacks:
+            if callback.saved_as:
+                prefix = "" if isinstance(callback, StageCallback) else CALLBACKS
+                states.add(f"{prefix}{callback.saved_as}", callback)
 
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
-        for callback in self._each_callback():
+        for callback in self._each_callback(self.callbacks):
             callback.on_start(context)
         while self._position.step < self._cfg.run.steps and context.status == 0:
             step = self._one_step(context)
             if step is None:
                 continue
-            for callback in self._each_callback(is_after_step=True):
+            for callback in self._each_callback(self.callbacks_after_step):
                 if isinstance(callback, StageCallback):
                     step = callback.complete_in_stage(context, step)
                 else:
@@ -213,23 +206,15 @@ class Trainer:
             # A signal in the last step does not change the status, unless it prevented the evaluation.
             if step.signals and not (step.is_last and step.is_evaluated):
                 context.status = SIGNAL_STATUS + step.signals[0]
-        for callback in self._each_callback():
+        for callback in self._each_callback(self.callbacks):
             callback.on_end(context, context.status)
         for finish in context.at_end:
             finish()
 
-    def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
-        """Yield the callbacks stage by stage. The flight recorder's phase names the program's callbacks.
-
-        Args:
-            is_after_step: whether the hooks after a step are called, see `CallbackStage.PROGRAM_STATE`.
-        """
-        order: list[tuple[CallbackStage, Callback]] = [(callback.stage, callback) for callback in self._callbacks]
-        for callback in self._program_callbacks:
-            has_state = is_after_step and callback.saved_as
-            order.append((CallbackStage.PROGRAM_STATE if has_state else CallbackStage.PROGRAM, callback))
-        for stage, callback in sorted(order, key=itemgetter(0)):
-            if stage in (CallbackStage.PROGRAM_STATE, CallbackStage.PROGRAM):
+    def _each_callback(self, callbacks: Sequence[Callback]) -> Iterator[Callback]:
+        """Yield callbacks; the flight recorder's phase names the program's callbacks."""
+        for callback in callbacks:
+            if not isinstance(callback, StageCallback):
                 self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
             yield callback
 
@@ -292,7 +277,7 @@ class Trainer:
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)
         resume = self._checkpointing.roll_back(context, step_fault)
-        for callback in self._each_callback():
+        for callback in self._each_callback(self.callbacks):
             callback.on_rollback(context)
         if context.log is not None:
             context.log.rewind(resume, self._position.step)
@@ -319,6 +304,16 @@ class Trainer:
         return tuple(messages)
 
 
+def _stage_of(callback: Callback) -> CallbackStage:
+    return callback.stage if isinstance(callback, StageCallback) else CallbackStage.PROGRAM
+
+
+def _stage_after_step(callback: Callback) -> CallbackStage:
+    """Return the stage of the hook after a step, which runs before the save where the callback has state."""
+    has_state = not isinstance(callback, StageCallback) and callback.saved_as
+    return CallbackStage.PROGRAM_STATE if has_state else _stage_of(callback)
+
+
 STEPS_BETWEEN_COLLECTIONS = 50
 """Equal to `gc_freq` of torchtitan. No tensor of a step is in a reference cycle, so only small objects wait for it."""
 
@@ -340,15 +335,15 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     if freezes:
         gc.freeze()
     gc.disable()
+
+    def collect_if_due(step: int) -> None:
+        if step % STEPS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
+
     try:
-        yield _collect_if_due
+        yield collect_if_due
     finally:
         if freezes:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _collect_if_due(step: int) -> None:
-    if step % STEPS_BETWEEN_COLLECTIONS == 0:
-        gc.collect()

@@ -125,11 +125,7 @@ def train_on_rank(
     """Join the job, train and leave.
 
     Args:
-        cfg: the recipe, which `set_up_run` has checked.
         messages: lines to log before all others.
-        program: the parts that the calling program passes.
-        rank_env: rank and world size of this process.
-        device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: training found an error in the recipe, in a job of one rank; in larger jobs, ranks print it and
@@ -190,10 +186,12 @@ class _RankRun:
     messages: tuple[str, ...]
     program: ProgramParts
     job: _RankJob
+    locks: "_RunLocks | None" = None
+    """Locks of the chosen folders."""
 
     def sample(self, link: JobLink) -> TrainOutcome:
         """Sample rollouts until the training ranks have ended."""
-        from moefold.train.sampling_worker import SamplingWorker
+        from moefold.train.remote_rollouts import SamplingWorker
 
         cfg = self.cfg
         with self.job.stop:
@@ -212,40 +210,34 @@ class _RankRun:
         program = replace(self.program, callbacks=(*self.program.callbacks, reporting))
         list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         with _RunLocks(self.cfg, folder) as locks:
-            training = _RankTraining(job, program, (folder.message, *self.messages), locks)
+            messages = (folder.message, *self.messages)
+            train = replace(self, program=program, messages=messages, locks=locks).train_generation
             if job.regroup is not None:
                 from moefold.train.elastic import GenerationLoop
 
-                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, training.train, locks.release)
+                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, train, locks.release)
                 status = loop.run(job.stop)
                 newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
             else:
-                status = training.train(folder.cfg, (), (), SaveHistory())
+                status = train(folder.cfg, (), (), SaveHistory())
                 job.watchdog.flight_recorder.set_phase("listing the checkpoints")
                 newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
         return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
 
-
-@dataclass(frozen=True)
-class _RankTraining:
-    """Trains on this rank, with the existing process group."""
-
-    job: _RankJob
-    program: ProgramParts
-    first_messages: tuple[str, ...]
-    """Lines to log before all others, of the first trainer."""
-    locks: "_RunLocks"
-
-    def train(self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory) -> int:
-        """Train to the last step or a signal, and return the exit status; collective. Frees all it has built.
+    def train_generation(
+        self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory
+    ) -> int:
+        """Train with the existing process group to the last step or a signal; collective. Frees all it has built.
 
         Args:
-            cfg: the recipe with the chosen run folder.
-            messages: lines to log before all others; empty at the start of the job.
-            callbacks: further hooks, called before the program's hooks.
+            messages: lines to log before all others; empty at the start of the job, which has its own.
             history: checkpoints of the run that this process knows.
+
+        Returns:
+            The exit status.
         """
         job = self.job
+        assert self.locks is not None, "the folder of the run is chosen"
         recorder = job.watchdog.flight_recorder
         with ExitStack() as cleanup:
             groups = ParallelGroups.create(fold_mapping(cfg.parallel), job.device, recorder)
@@ -258,7 +250,7 @@ class _RankTraining:
             trainer = Trainer(
                 cfg,
                 groups,
-                [message for message in messages or self.first_messages if message],
+                [message for message in messages or self.messages if message],
                 loss=self.program.loss,
                 data=self.program.data,
                 callbacks=(*callbacks, *self.program.callbacks),
@@ -284,7 +276,6 @@ class _RunLocks:
 
     Args:
         cfg: the recipe as the user wrote it.
-        folder: the chosen run folder.
     """
 
     def __init__(self, cfg: Config, folder: RunFolder) -> None:
@@ -298,24 +289,26 @@ class _RunLocks:
 
         Args:
             starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
-
-        Raises:
-            ConfigError: another job holds one, or has written to the folder before the start of this run.
         """
         if self._is_held:
             return
-        for lock in _run_locks(self._folder.cfg.run, self._folder.cfg.checkpoint, self._folder.cfg.faults):
-            self._stack.enter_context(lock)
+        cfg = self._folder.cfg
+        # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
+        wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
+        folders = {"run.dir": Path(cfg.run.dir)}
+        # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
+        if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
+            folders["checkpoint.dir"] = Path(cfg.checkpoint.dir)
+        # One lock if both are the same folder: this process could not take it twice.
+        distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
+        for key in reversed(distinct.values()):
+            self._stack.enter_context(FolderLock(folders[key], key, wait_s))
         if starts_run:
             self._refuse_other_run()
         self._is_held = True
 
     def _refuse_other_run(self) -> None:
-        """Refuse a folder that another job wrote to while this job started or waited for the lock.
-
-        Raises:
-            ConfigError: the recipe would now choose another folder.
-        """
+        """Refuse a folder that another job wrote to while this job started or waited for the lock."""
         run_dir = self._folder.cfg.run.dir
         locked = Path(run_dir)
         if choose_run_folder(self._cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
@@ -336,25 +329,8 @@ class _RunLocks:
         self._stack.__exit__(*error)
 
 
-def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> list[FolderLock]:
-    """Return one lock for each folder that the run writes to."""
-    # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
-    wait_s = min(MAX_LOCK_WAIT_S, faults.timeout_s / 2)
-    folders = {"run.dir": Path(run.dir)}
-    # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
-    if checkpoint.dir and checkpoint.saves and not is_remote(checkpoint.dir):
-        folders["checkpoint.dir"] = Path(checkpoint.dir)
-    # One lock if both are the same folder: this process could not take it twice.
-    distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
-    return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]
-
-
 def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
     """Train with the processes of the program as ranks; collective over its default process group.
-
-    Args:
-        recipe: the recipe.
-        program: the parts that the program passes.
 
     Raises:
         ConfigError: the recipe cannot be trained here; on all ranks.

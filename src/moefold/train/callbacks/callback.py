@@ -171,7 +171,6 @@ class Callback:
         """Run after the last step and its checkpoint, but not after an exception.
 
         Args:
-            context: the run.
             status: exit status of the run; 128 + the number of a signal.
         """
 

@@ -59,8 +59,6 @@ class Checkpointing(StageCallback):
         """Take over the snapshots of this process, and open the saver; collective if it saves in the background.
 
         Args:
-            cfg: the recipe, whose settings each checkpoint records.
-            groups: the process groups of this rank.
             history: checkpoints of the run that this process knows; None for a new process.
         """
         self._cfg = cfg

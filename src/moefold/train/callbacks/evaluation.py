@@ -16,7 +16,6 @@ class PeriodicEvaluation(StageCallback):
 
     Args:
         train: train.eval_every (0: never) and train.eval_at_start.
-        last_step: run.steps.
     """
 
     stage = CallbackStage.EVALUATION

@@ -23,11 +23,7 @@ class MetricsLogging(StageCallback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0.
 
     Args:
-        run: gives the dtype: the known peaks of devices are for bfloat16.
-        metrics: gives the peak, if the recipe sets it.
         flops_per_token: FLOPs of a step for each token of the batch.
-        device: device of the rank.
-        callbacks: callbacks of the program, which may measure more.
     """
 
     stage = CallbackStage.METRICS
@@ -85,11 +81,7 @@ class MetricsLogging(StageCallback):
 
 
 class StepReporting(Callback):
-    """Callback that passes the metrics of each step to a function of the program, on each rank, and keeps the last.
-
-    Args:
-        on_step: called with the record of metrics.jsonl.
-    """
+    """Callback that passes the metrics of each step to a function of the program, on each rank, and keeps the last."""
 
     def __init__(self, on_step: Callable[[dict[str, Any]], None] | None) -> None:
         self._on_step = on_step
@@ -122,11 +114,7 @@ class RoutingTraceSaving(StageCallback):
 
 
 class StragglerDetection(StageCallback):
-    """Callback that logs slow ranks with the names of their hosts.
-
-    Args:
-        factor: faults.straggler_factor; 0: no rank is slow.
-    """
+    """Callback that logs slow ranks with the names of their hosts."""
 
     stage = CallbackStage.REPORTS
 

@@ -33,7 +33,6 @@ class ReferencePass(StageCallback):
     reads it from there.
 
     Args:
-        loader: the samples of the run.
         checkpoint: section of the recipe: the run that checkpoint.resume names also has the file.
     """
 

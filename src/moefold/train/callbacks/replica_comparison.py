@@ -22,12 +22,7 @@ from moefold.train.due import is_due, is_save_due
 
 
 class ReplicaComparison(StageCallback):
-    """Callback that compares replicas every faults.replica_check_every steps and before each save.
-
-    Args:
-        run, parallel, faults, checkpoint: sections of the recipe.
-        drain: waits for the save in the background.
-    """
+    """Callback that compares replicas every faults.replica_check_every steps and before each save."""
 
     stage = CallbackStage.CHECK
 

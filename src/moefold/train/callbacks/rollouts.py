@@ -18,11 +18,7 @@ SILENT_STEPS = 20
 
 
 class RolloutRounds(StageCallback):
-    """Callback that saves and stops a run only between rounds.
-
-    Args:
-        loader: the rollouts of the run.
-    """
+    """Callback that saves and stops a run only between rounds."""
 
     stage = CallbackStage.ROUNDS
 
@@ -41,14 +37,7 @@ class RolloutRounds(StageCallback):
 
 
 class RewardEvaluation(StageCallback):
-    """Callback that computes the mean reward of greedy completions of held-out prompts, and sets the metrics `rl`.
-
-    Args:
-        loader: the rollouts of the run.
-        every: train.eval_every; 0: never.
-        last_step: run.steps.
-        reset_patience: rl.reset_patience.
-    """
+    """Callback that computes the mean reward of greedy completions of held-out prompts, and sets the metrics `rl`."""
 
     stage = CallbackStage.EVALUATION
 
@@ -82,12 +71,7 @@ class RewardEvaluation(StageCallback):
 
 
 class RolloutLogging(StageCallback):
-    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0.
-
-    Args:
-        loader: the rollouts of the run.
-        every: metrics.rollouts_every; 0: no rollouts are written.
-    """
+    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0."""
 
     stage = CallbackStage.REPORTS
 

@@ -1,8 +1,9 @@
-"""Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
+"""Callbacks of a run with sites: the rounds that exchange weights, and the metrics of a round."""
 
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
@@ -19,21 +20,20 @@ from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import SIGNAL_STATUS, RunError
+from moefold.errors import SIGNAL_STATUS, first_line
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
-from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, SentVector
-from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
+from moefold.topology.fragments import fragments_due, is_probed, recipe_fragments, rounds_until, shortest_gap
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
+from moefold.train.site_transfer import SiteStateTransfer, outer_of
 
 WAIT_S = 1.0
 """Interval between two progress reports of a rank that waits for an exchange."""
@@ -71,12 +71,7 @@ class _Flight:
 
 
 class SiteRounds(StageCallback):
-    """Callback that takes the outer step of a round. A round that is skipped changes nothing.
-
-    Args:
-        run, model, train, sites: sections of the recipe.
-        settings: the settings that all sites must share, from `equal_settings`.
-    """
+    """Callback that takes the outer step of a round. A round that is skipped changes nothing."""
 
     stage = CallbackStage.ROUNDS
 
@@ -93,6 +88,7 @@ class SiteRounds(StageCallback):
         self._num_skipped = 0
         self._probe = RoutingProbe(model, train, sites.number)
         self._logged_wait = ""
+        self._transfer: SiteStateTransfer | None = None
         self._transfer_order: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
@@ -106,7 +102,7 @@ class SiteRounds(StageCallback):
         context.before_save.append(lambda: self._decide(context))
         if self._sites.count == 1:
             return
-        outer = _outer_of(context)
+        outer = outer_of(context)
         frozen = {name: p.data for name, p in context.training.parameters.items() if not p.requires_grad}
         device = context.groups.device
         frozen_hash = {"the hash of the frozen weights": hash_of_ranks(frozen, device)} if frozen else {}
@@ -119,15 +115,15 @@ class SiteRounds(StageCallback):
         if found == "stopped":
             return
         # The round after the present step will still follow.
-        self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
+        links = self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
+        self._transfer = SiteStateTransfer(self._run, self._model, self._sites, links)
         if found == "missed":
             self._join(context)
-            self._begin_joined(context)
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
-        outer = _outer_of(context)
+        outer = outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
         taken = outer.pending if self._flight is None else self._flight.taken
         due = 0 if taken is None else taken.due
@@ -144,7 +140,6 @@ class SiteRounds(StageCallback):
         overlap = 0 if is_last else self._sites.overlap
         if not self._begin(context, step.number, fragments, overlap):
             self._join(context)
-            self._begin_joined(context)
             return replace(step, is_last=context.position.step == self._run.steps)
         if not overlap or self._flight is None:
             self._decide(context)
@@ -188,40 +183,15 @@ class SiteRounds(StageCallback):
         return any(raised)
 
     def _join(self, context: TrainingContext) -> None:
-        """Take over weights, moments and position of another site, because this site lacks rounds; collective.
-
-        Raises:
-            RunError: the state did not arrive.
-        """
+        """Take over the state of another site, because this site lacks rounds, and begin its next round; collective."""
         assert self._meeting is not None
-        assert self._meeting.links is not None
+        assert self._transfer is not None
         self._logged_wait = ""
-        answer = self._meeting.ask_for_giver(partial(self._poll, context))
-        if answer is None:
-            return
-        context.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
-        header = torch.zeros(5, dtype=torch.int64)
-        failure = ""
-        try:
-            self._meeting.links.receive_state(answer["gift"], [header, *self._state_tensors(context)])
-        except (RuntimeError, MeetError) as error:
-            failure = _first_line(error)
-        if failures := [text for text in current_world().all_gather_object(failure) if text]:
-            raise RunError(
-                f"site {self._sites.number} did not receive the state of site {answer['giver']}: {failures[0]}; start "
-                "it again"
-            )
-        before = context.position.step
-        self._adopt(context, header)
-        if context.log is not None:
-            taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
-            context.log.message(f"after step {before}: {taken} {context.position.step}")
-
-    def _begin_joined(self, context: TrainingContext) -> None:
-        """Begin the round that the sender begins after it has sent its state, if there is one; collective.
-
-        Where a round is exchanged during the whole next round, the state is given between two rounds of the same step.
-        """
+        offer = self._meeting.ask_for_giver(partial(self._poll, context))
+        if offer is not None:
+            self._transfer.receive(context, offer)
+        # Where a round is exchanged during the whole next round, the state is given between two rounds of the same
+        # step, and the sender begins the second.
         step = context.position.step
         fragments = fragments_due(self._run, self._model, self._sites, step)
         if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and context.status == 0:
@@ -230,52 +200,8 @@ class SiteRounds(StageCallback):
     def _give(self, context: TrainingContext) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
         order, self._transfer_order = self._transfer_order, None
-        if order is None or self._meeting is None or self._meeting.links is None:
-            return
-        context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(self._header(context, order["round"])), *self._state_tensors(context)]
-        try:
-            self._meeting.links.send_state(order["gift"], tensors)
-            text = f"gave its state to site {order['to']}"
-        except (RuntimeError, MeetError) as error:
-            text = f"site {order['to']} did not receive the state: {_first_line(error)}"
-        if context.log is not None:
-            context.log.message(f"after step {context.position.step}: {text}")
-
-    def _header(self, context: TrainingContext, index: int) -> list[int]:
-        """Return the numbers of the state that a site gives.
-
-        They are round, steps since, rounds applied, updates of the moments, and a number of the method of sites.
-        """
-        outer = _outer_of(context)
-        since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
-        return [index, since, outer.num_rounds, context.training.moment_updates, outer.carried]
-
-    def _state_tensors(self, context: TrainingContext) -> list[Tensor]:
-        """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
-
-        If sites own experts, each site keeps the moments of its own experts.
-        """
-        training = context.training
-        owned = _outer_of(context).experts if self._sites.owns_experts else ()
-        shared = {name: p for name, p in training.optimized.items() if name not in owned}
-        moments = named_moments(training.optimizer, shared)
-        outer = _outer_of(context).entries(("weights", "momentum"))
-        tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
-        return [local_tensor(tensors[name]) for name in sorted(tensors)]
-
-    def _adopt(self, context: TrainingContext, header: Tensor) -> None:
-        """Continue from a received state: the weights become the outer weights.
-
-        The step stays this site's own: a site may take more or fewer steps between two rounds.
-        """
-        index, since, num_rounds, moment_updates, carried = header.tolist()
-        reshard_parameters(context.training.model.stages)
-        _outer_of(context).carried = carried
-        _outer_of(context).adopt(num_rounds, context.position.tokens)
-        context.training.restore_moment_updates(moment_updates)
-        step = step_of_round(self._run, self._model, self._sites, index)
-        context.position.adopt(step + min(since, self._sites.overlap))
+        if order is not None and self._transfer is not None:
+            self._transfer.send(context, order)
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.
@@ -318,7 +244,7 @@ class SiteRounds(StageCallback):
         """Take the differences of fragments after a step; collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
-        delta = _outer_of(context).difference(fragments)
+        delta = outer_of(context).difference(fragments)
         return _Differences(
             step=step,
             due=step + overlap,
@@ -331,7 +257,7 @@ class SiteRounds(StageCallback):
 
     def _question(self, context: TrainingContext, taken: _Differences) -> Message:
         """Return the request for a round, for the meeting point; collective."""
-        outer = _outer_of(context)
+        outer = outer_of(context)
         in_pairs = self._sites.part.in_pairs
         return self._position(taken.step, outer) | {
             "do": "round",
@@ -347,7 +273,7 @@ class SiteRounds(StageCallback):
 
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
-        outer = _outer_of(context)
+        outer = outer_of(context)
         sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
         exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
@@ -362,7 +288,7 @@ class SiteRounds(StageCallback):
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
         """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
-        outer = _outer_of(context)
+        outer = outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
@@ -373,7 +299,7 @@ class SiteRounds(StageCallback):
             return
         taken = flight.taken
         waiting_since_s = time.perf_counter()
-        outer = _outer_of(context)
+        outer = outer_of(context)
         exchanged, failure = _result(flight, context)
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
@@ -415,13 +341,8 @@ class SiteRounds(StageCallback):
             self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
-
-        Args:
-            context: the run.
-            is_overlapped: the site has trained since the differences were taken.
-        """
-        outer = _outer_of(context)
+        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+        outer = outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.skip()
@@ -479,11 +400,7 @@ def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult |
                 # Every part of the exchange has its own time limit.
                 context.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
-        return None, f"the exchange with {describe_sites(flight.round.members)} failed: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        return None, f"the exchange with {describe_sites(flight.round.members)} failed: {first_line(error)}"
 
 
 def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
@@ -516,6 +433,77 @@ def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]
     return sums
 
 
-def _outer_of(context: TrainingContext) -> OuterOptimizer:
-    assert context.training.outer is not None, "a run with sites has an outer optimizer"
-    return context.training.outer
+class SiteEvaluation(StageCallback):
+    """Callback that adds to the metrics of steps with a round.
+
+    `eval_loss` is the loss of the outer weights if the step is evaluated, which costs a second evaluation where the
+    site's own weights differ from them. `spike` is the value of the round before.
+    """
+
+    stage = CallbackStage.OUTER_EVALUATION
+
+    def __init__(self, model: ModelConfig, sites: SitesConfig) -> None:
+        self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
+
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
+        """Add to the metrics of the round, if the step has one; collective."""
+        self._spike.add(step.result.loss)
+        if step.sites is None:
+            return step
+        sites = step.sites | {"spike": self._spike.last}
+        # A round that began before a resume has fewer metrics.
+        if sites.get("skipped") is None:
+            self._spike.mark()
+        if step.eval_loss is not None:
+            sites["eval_loss"] = self._evaluate(context, step.eval_loss)
+        return replace(step, sites=sites)
+
+    def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
+        """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
+        outer = outer_of(context)
+        if not any(current_world().all_gather_object(self._swap(context, outer))):
+            return own_loss
+        eval_loss, _ = context.training.evaluate_or_stop(context.data.eval_batches(), lambda: context.stop.flags)
+        self._swap(context, outer)
+        return eval_loss
+
+    @staticmethod
+    def _swap(context: TrainingContext, outer: OuterOptimizer) -> bool:
+        reshard_parameters(context.training.model.stages)
+        return outer.swap_weights()
+
+
+STEPS = 5
+"""Most steps before and after a round whose mean losses are compared."""
+
+
+class LossSpike:
+    """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
+
+    Args:
+        gap: minimum number of steps between two rounds; no more steps are compared.
+    """
+
+    def __init__(self, gap: int) -> None:
+        self._num_steps = min(STEPS, gap)
+        self._losses: deque[float] = deque(maxlen=self._num_steps)
+        self._before: float | None = None
+        self._num_after = 0
+        self.last: float | None = None
+        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
+
+    def add(self, loss: float) -> None:
+        """Add the loss of a step, computed with the weights before it."""
+        self._losses.append(loss)
+        self._num_after += 1
+        if self._before is not None and self._num_after == self._num_steps:
+            self.last = self._mean() - self._before
+
+    def mark(self) -> None:
+        """Mark that a round follows the last step."""
+        self._before = self._mean() if len(self._losses) == self._num_steps else None
+        self._num_after = 0
+        self.last = None
+
+    def _mean(self) -> float:
+        return sum(self._losses) / len(self._losses)

@@ -1,0 +1,105 @@
+"""Transfer of the state of a site to a site that lacks rounds: outer state, moments, buffers, and place in the run."""
+
+import torch
+from torch import Tensor
+
+from moefold.comm.groups import current_world
+from moefold.comm.site_links import SiteLinks
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
+from moefold.errors import RunError, first_line
+from moefold.launch.meet_client import MeetError
+from moefold.launch.signed_lines import Message
+from moefold.model.local_param import local_tensor
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.states import named_moments
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.topology.fragments import step_of_round
+from moefold.train.callbacks.callback import TrainingContext
+
+
+def outer_of(context: TrainingContext) -> OuterOptimizer:
+    """Return the outer optimizer of a run with sites."""
+    assert context.training.outer is not None, "a run with sites has an outer optimizer"
+    return context.training.outer
+
+
+class SiteStateTransfer:
+    """Sends and receives the state of a site over its links; the meeting point says which sites."""
+
+    def __init__(self, run: RunConfig, model: ModelConfig, sites: SitesConfig, links: SiteLinks) -> None:
+        self._run = run
+        self._model = model
+        self._sites = sites
+        self._links = links
+
+    def receive(self, context: TrainingContext, offer: Message) -> None:
+        """Take over weights, moments and position of the site that an offer names; collective.
+
+        Raises:
+            RunError: the state did not arrive.
+        """
+        giver = offer["giver"]
+        context.groups.recorder.set_phase(f"receiving the state of site {giver}")
+        header = torch.zeros(5, dtype=torch.int64)
+        failure = ""
+        try:
+            self._links.receive_state(offer["gift"], [header, *self._tensors(context)])
+        except (RuntimeError, MeetError) as error:
+            failure = first_line(error)
+        if failures := [text for text in current_world().all_gather_object(failure) if text]:
+            raise RunError(
+                f"site {self._sites.number} did not receive the state of site {giver}: {failures[0]}; start it again"
+            )
+        before = context.position.step
+        self._adopt(context, header)
+        if context.log is not None:
+            taken = f"took the state of site {giver} after round {header[0]}, and goes on from step"
+            context.log.message(f"after step {before}: {taken} {context.position.step}")
+
+    def send(self, context: TrainingContext, order: Message) -> None:
+        """Send the state of this site to a joining site, as the meeting point orders; local to each rank."""
+        context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
+        tensors = [torch.tensor(self._header(context, order["round"])), *self._tensors(context)]
+        try:
+            self._links.send_state(order["gift"], tensors)
+            text = f"gave its state to site {order['to']}"
+        except (RuntimeError, MeetError) as error:
+            text = f"site {order['to']} did not receive the state: {first_line(error)}"
+        if context.log is not None:
+            context.log.message(f"after step {context.position.step}: {text}")
+
+    def _header(self, context: TrainingContext, index: int) -> list[int]:
+        """Return round, steps since, rounds applied, updates of the moments, and a number of the method of sites."""
+        outer = outer_of(context)
+        since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
+        return [index, since, outer.num_rounds, context.training.moment_updates, outer.carried]
+
+    def _tensors(self, context: TrainingContext) -> list[Tensor]:
+        """Return this rank's tensors of the state: outer state, moments and buffers.
+
+        If sites own experts, each site keeps the moments of its own experts.
+        """
+        training = context.training
+        outer = outer_of(context)
+        owned = outer.experts if self._sites.owns_experts else ()
+        shared = {name: p for name, p in training.optimized.items() if name not in owned}
+        moments = named_moments(training.optimizer, shared)
+        tensors = outer.entries(("weights", "momentum"))
+        tensors = tensors | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
+        return [local_tensor(tensors[name]) for name in sorted(tensors)]
+
+    def _adopt(self, context: TrainingContext, header: Tensor) -> None:
+        """Continue from a received state: the weights become the outer weights.
+
+        The step stays this site's own: a site may take more or fewer steps between two rounds.
+        """
+        index, since, num_rounds, moment_updates, carried = header.tolist()
+        training = context.training
+        reshard_parameters(training.model.stages)
+        outer_of(context).carried = carried
+        outer_of(context).adopt(num_rounds, context.position.tokens)
+        training.restore_moment_updates(moment_updates)
+        step = step_of_round(self._run, self._model, self._sites, index)
+        context.position.adopt(step + min(since, self._sites.overlap))
