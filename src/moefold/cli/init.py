@@ -55,24 +55,21 @@ def run(argv: list[str]) -> int:
 
 
 def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path]:
-    """Parse the arguments NAME, NAME DIR or DIR; return the recipe's name and the folder."""
-    if len(words) == 2:
-        name, folder = words
-    elif not words or words[0] in names:
-        name = (words or [DEFAULT_RECIPE])[0]
-        folder = "."
-    else:
-        name = DEFAULT_RECIPE
-        folder = words[0]
-    guess = _closest_recipe(words[0], names) if words and words[0] not in names else None
-    is_part = bool(words) and any(words[0].lower() in recipe for recipe in names) and words[0] not in names
-    if name not in names or ((guess or is_part) and not Path(folder).is_dir()):
-        matches = [name for name in sorted(names) if words[0].lower() in name]
-        hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
-        if len(matches) > 1:
-            hint = f"these match: {', '.join(matches)}"
-        raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
-    return name, Path(folder)
+    """Parse the arguments NAME, NAME DIR, or a DIR that exists; return the recipe's name and the folder."""
+    name, folder = [*(words or [DEFAULT_RECIPE]), "."][:2]
+    if name in names:
+        return name, Path(folder)
+    if len(words) == 1 and Path(name).is_dir():
+        return DEFAULT_RECIPE, Path(name)
+    matches = [recipe for recipe in sorted(names) if name.lower() in recipe]
+    guess = _closest_recipe(name, names)
+    hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
+    if len(matches) > 1:
+        hint = f"these match: {', '.join(matches)}"
+    fault = "is not a recipe that comes with moefold"
+    if len(words) == 1:
+        fault += ", and there is no such folder"
+    raise ConfigError(f"{name!r} {fault}; {hint} (moefold init NAME DIR)")
 
 
 def _closest_recipe(word: str, names: set[str]) -> str | None:
@@ -149,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="[NAME] [DIR]",
-        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
+        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder that exists alone gets {DEFAULT_RECIPE}",
     )
     parser.flag("--list", "list the recipes, with a sentence on each")
     parser.flag("--force", "replace files that exist")

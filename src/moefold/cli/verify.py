@@ -31,6 +31,7 @@ from moefold.terminal import print_escaped
 from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
+from moefold.validate.parallel import check_schedule_file
 
 if TYPE_CHECKING:
     from moefold.verify.compare import NamedError, OracleRecord
@@ -102,6 +103,7 @@ def run(argv: list[str]) -> int:
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
+    check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
     check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
