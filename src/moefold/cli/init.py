@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="[NAME] [DIR]",
-        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder that exists alone gets {DEFAULT_RECIPE}",
+        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder that exists gets {DEFAULT_RECIPE}",
     )
     parser.flag("--list", "list the recipes, with a sentence on each")
     parser.flag("--force", "replace files that exist")

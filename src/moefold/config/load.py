@@ -55,7 +55,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
     """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` is allowed as in recipes.
 
     The settings of a part, `section.key.setting=value`, are applied after all others: its kind may precede or follow
-    them. Another kind keeps the settings of the recipe that both kinds have. Of a key given twice the last value counts.
+    them. Another kind keeps the settings of the recipe that both kinds have. The last value of a key counts.
 
     Args:
         folder: the recipe's folder, for relative paths of parts.
@@ -84,7 +84,8 @@ def _replaced_values(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         key, value = (word.strip() for word in override.split("=", 1))
         if values.get(key, value) != value:
-            messages.append(f"{key}={brief_value(parsed_value(value))} replaces {brief_value(parsed_value(values[key]))}, given before it")
+            last, before = (brief_value(parsed_value(text)) for text in (value, values[key]))
+            messages.append(f"{key}={last} replaces {before}, given before it")
         values[key] = value
     return messages
 
