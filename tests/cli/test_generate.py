@@ -34,10 +34,10 @@ WRONG = {
     "{run} x paralel.tp=2": "did you mean [parallel]",
     "{run} x parallel.tpp=2": "did you mean parallel.tp",
     "{run} caf\udce9": "the prompt is not Unicode text",
-    "{run} x --tokenizer nowhere.json": "--tokenizer 'nowhere.json' does not exist",
+    "{run} x --tokenizer nowhere.json": "--tokenizer nowhere.json does not exist",
     "{run} x --tokenizer gpt2": "'hf://gpt2' downloads it",
     "{run} x --chat-template t.jinja": "--chat-template has no effect without --chat",
-    "{run} x --chat --chat-template none.jinja": "--chat-template 'none.jinja' does not exist",
+    "{run} x --chat --chat-template none.jinja": "--chat-template none.jinja does not exist",
 }
 
 

@@ -121,7 +121,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--straggler", "x"], "--straggler 'x' must be RANK=FACTOR, such as 17=1.3"),
+        (["--straggler", "x"], "--straggler x must be RANK=FACTOR, such as 17=1.3"),
         (["--straggler", "16=2"], "--straggler 16=2: ranks run from 0 to 15"),
         (["--straggler", "1=0"], "the factor must be above 0"),
         (["--straggler", "1=nan"], "the factor must be above 0"),

@@ -82,7 +82,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             number = int(rank)
             times = float(factor)
         except ValueError:
-            raise ConfigError(f"--straggler {word!r} must be RANK=FACTOR, such as 17=1.3") from None
+            raise ConfigError(f"--straggler {word} must be RANK=FACTOR, such as 17=1.3") from None
         if not 0 <= number < num_ranks:
             raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):
