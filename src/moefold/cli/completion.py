@@ -178,9 +178,9 @@ def _key_values() -> Iterator[tuple[str, list[str]]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold completion",
-        description="Print a script that completes commands, options, recipe keys and their values in a shell.",
-        epilog=EPILOG,
+        "moefold completion",
+        "Print a script that completes commands, options, recipe keys and their values in a shell.",
+        EPILOG,
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     return parser

@@ -219,9 +219,7 @@ def _install_command(package: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold doctor",
-        description="Show versions, devices, memory, kernels and optional packages of this machine.",
-        epilog=EPILOG,
+        "moefold doctor", "Show versions, devices, memory, kernels and optional packages of this machine.", EPILOG
     )
     parser.flag("--json", "print a JSON array of topic, words and is_fault")
     return parser

@@ -89,10 +89,9 @@ def _read_prompt(rank_env: RankEnv | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold generate",
-        description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
-        "torchrun or srun.",
-        epilog=EPILOG,
+        "moefold generate",
+        "Continue a text, token by token. Starts the ranks itself on one machine; joins them under\ntorchrun or srun.",
+        EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")

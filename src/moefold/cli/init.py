@@ -138,9 +138,7 @@ def _first_sentence(file: Path) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold init",
-        description="Write a recipe that comes with moefold, and the files that it reads, into a folder.",
-        epilog=EPILOG,
+        "moefold init", "Write a recipe that comes with moefold, and the files that it reads, into a folder.", EPILOG
     )
     parser.add_argument(
         "words",

@@ -82,12 +82,12 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold inspect",
-        description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
+        "moefold inspect",
+        "Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
         "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time; of "
         "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent; of a site, how "
         "much weights and routing differ between it and the other sites.",
-        epilog=EPILOG + "".join(f"  {text}\n" for text in MISREAD),
+        EPILOG + "".join(f"  {text}\n" for text in MISREAD),
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run.dir of a training run")
     parser.option("--layer", int, "N", "layer whose experts to show (default: the least even)")

@@ -152,9 +152,7 @@ def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold layout",
-        description="Show the position of each rank in the attention view and in the MoE view.",
-        epilog=EPILOG,
+        "moefold layout", "Show the position of each rank in the attention view and in the MoE view.", EPILOG
     )
     parser.add_argument(
         "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that override it"

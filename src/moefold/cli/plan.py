@@ -129,9 +129,9 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold plan",
-        description="Find the best mappings of a model on some GPUs by predicted step time: folded, coupled, ZeRO-3.",
-        epilog=EPILOG,
+        "moefold plan",
+        "Find the best mappings of a model on some GPUs by predicted step time: folded, coupled, ZeRO-3.",
+        EPILOG,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")

@@ -42,9 +42,7 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold plan-accuracy",
-        description="Compare the planner's predictions with published measurements.",
-        epilog=EPILOG,
+        "moefold plan-accuracy", "Compare the planner's predictions with published measurements.", EPILOG
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
     parser.flag("--json", "print one JSON object")

@@ -83,10 +83,10 @@ def _hf_folder(path: Path) -> Iterator[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold push",
-        description="Upload a model to the Hugging Face hub by one commit. A checkpoint or a run is exported first, "
+        "moefold push",
+        "Upload a model to the Hugging Face hub by one commit. A checkpoint or a run is exported first, "
         "with the defaults of moefold export. The repository is created, private, if it does not exist.",
-        epilog="Log in with `hf auth login`, or set HF_TOKEN. An upload that stops is continued by the same command.\n"
+        "Log in with `hf auth login`, or set HF_TOKEN. An upload that stops is continued by the same command.\n"
         "\nexample:\n  moefold push runs/chat my-org/my-model --dry-run",
     )
     parser.add_argument(

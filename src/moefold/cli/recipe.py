@@ -61,12 +61,8 @@ def _upgrade(files: Sequence[Path]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="moefold recipe",
-        description="Bring recipes of earlier versions into the format of this one.",
-        epilog=EPILOG,
-    )
+    parser = CommandParser("moefold recipe", "Bring recipes of earlier versions into the format of this one.", EPILOG)
     parser.add_argument("action", choices=["upgrade"], help="what to do")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="recipes, changed in place")
-    parser.add_argument("--word", metavar="KEY=VALUE", default="", help="print one setting in its new form instead")
+    parser.option("--word", "", "KEY=VALUE", "print one setting in its new form instead")
     return parser

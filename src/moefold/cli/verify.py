@@ -289,15 +289,14 @@ def _check_memory(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold verify",
-        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
+        "moefold verify",
+        "Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
         "A gradient that is zero, exactly or but for rounding, is compared with the largest one of its layer, and is "
         "listed. Exit 0: equal. Exit 1: not. Exit 3: cannot judge, as the oracle has no formula for a kind, a key or a "
         "parameter, which the message names.",
     )
-    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.recipe("the recipe whose mapping to verify")
     parser.flag(
         "--shrink",
         "make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "
