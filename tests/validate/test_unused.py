@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.validate.unused import UNUSED_KEY_RULES, holds, check_unused_keys, is_within, why_unread
+from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, holds, is_within, why_unread
 from tests.validate.idle_keys import check_read
 
 RL = ["data.kind=task", "rl.group_size=4"]
