@@ -39,9 +39,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
         )
     if folder.exists() and not (force and _is_export(folder)):
         if _is_export(folder):
-            raise ConfigError(
-                f"--export {folder} exists already; add --force to replace it, or name another folder"
-            )
+            raise ConfigError(f"--export {folder} exists already; add --force to replace it, or name another folder")
         raise ConfigError(f"--export {folder} exists and is not an export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
