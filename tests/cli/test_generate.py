@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.generate import _is_override
+from moefold.cli.generate import is_override
 from moefold.cli.main import main
 from tests.inference.checkpoint_folder import described_run
 
@@ -85,7 +85,7 @@ def test_bytes_that_a_locale_lets_through_are_no_prompt(run_dir, capsys, monkeyp
     ],
 )
 def test_arguments_that_are_no_mapping_are_prompts(word, is_setting):
-    assert _is_override(word) == is_setting
+    assert is_override(word) == is_setting
 
 
 def test_ranks_of_a_launcher_have_no_standard_input(run_dir, capsys, monkeypatch):

@@ -124,11 +124,7 @@ def step_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def shape_from_args(args: argparse.Namespace) -> BenchShape:
-    """Return the shape of --shape, after checking that the count options are positive.
-
-    Raises:
-        ConfigError: the shape is unknown, or a count is not positive.
-    """
+    """Return the shape of --shape, after checking that the count options are positive."""
     check_output_options(args)
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
@@ -157,22 +153,14 @@ def add_output_options(parser: CommandParser) -> None:
 
 
 def check_output_options(args: argparse.Namespace) -> None:
-    """Check that the report can be written, before any measurement.
-
-    Raises:
-        ConfigError: the folder is missing or not writable, or the file exists and --force is not given.
-    """
+    """Check that the report can be written, before any measurement."""
     if args.json not in (None, "-"):
         check_writable("--json", Path(args.json))
         refuse_existing("--json", Path(args.json), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
-    """Print the table, and write the report to the file of --json, if given.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Print the table, and write the report to the file of --json, if given."""
     text = json.dumps(report)
     print_escaped(text if args.json == "-" else table, flush=True)
     if args.json not in (None, "-"):

@@ -118,12 +118,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the path of the recipe and the overrides. A first word `section.key=value` is an override.
-
-    Args:
-        recipe: the first word; None without words.
-        overrides: the other words.
-    """
+    """Return the path of the recipe and the overrides; the first word is an override if it is `section.key=value`."""
     if recipe is None or ("=" in recipe and not Path(recipe).exists()):
         return None, [*([] if recipe is None else [recipe]), *overrides]
     return Path(recipe), list(overrides)

@@ -114,9 +114,7 @@ HOT = "red"
 def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -> None:
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
-    Args:
-        balance: load balance of the run.
-        layer: layer whose experts to print; None selects the least even layer at the end of the run.
+    Without a layer it is the least even one at the end of the run.
     """
     summaries = balance.summaries()
     steps = f"steps {balance.steps[0]} to {balance.steps[-1]}, {len(balance.steps)} recorded in {balance.source}"
@@ -185,11 +183,7 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
 
 
 def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers and the course of each curve; prints nothing without curves.
-
-    Args:
-        title: subject of the curves.
-    """
+    """Print the numbers and the course of each curve; prints nothing without curves."""
     if not curves:
         return
     summaries = [curve.summary() for curve in curves]

@@ -94,9 +94,6 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
 
     Returns:
         The config, the number of ranks per node, and whether a recipe describes the model.
-
-    Raises:
-        ConfigError: a key is unknown or a value invalid, the recipe cannot be read, or the degrees do not fold.
     """
     recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     gpus_per_node = DEFAULT_GPUS_PER_NODE

@@ -53,11 +53,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0.
-
-    Raises:
-        ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
-    """
+    """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0."""
     started = time.perf_counter()
     args = _parser().parse_intermixed_args(argv)
     _check_output(args)

@@ -23,11 +23,7 @@ example:
 
 
 def run(argv: list[str]) -> int:
-    """Print the error of each row and the means.
-
-    Raises:
-        ConfigError: the table cannot be read.
-    """
+    """Print the error of each row and the means."""
     arguments = _parser().parse_args(argv)
 
     accuracy = validate_predictions(arguments.table)

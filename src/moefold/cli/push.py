@@ -52,11 +52,7 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _hf_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end.
-
-    Raises:
-        ConfigError: it is not such a folder and not a checkpoint, or it is a checkpoint of only adapters.
-    """
+    """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end."""
     if is_hf_folder(path) or (path / ADAPTER_CONFIG_FILE).is_file():
         yield path
         return

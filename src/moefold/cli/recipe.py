@@ -22,11 +22,7 @@ becomes train.lr_schedule.min_lr=1e-5.
 
 
 def run(argv: list[str]) -> int:
-    """Upgrade recipes in place, or print a setting in its new form.
-
-    Raises:
-        ConfigError: a file cannot be read or upgraded, and none is written; or a file cannot be written.
-    """
+    """Upgrade recipes in place, or print a setting in its new form."""
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.word:
         if len(arguments.files) > 1:

@@ -110,11 +110,7 @@ def run(argv: list[str]) -> int:
 
 
 def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
-    """Report that a step of reinforcement learning is simulated without its rollouts.
-
-    Raises:
-        ConfigError: it would be compared with the steps of a run, which include rollouts.
-    """
+    """Report that a step of reinforcement learning is simulated without its rollouts."""
     if args.run:
         raise ConfigError(
             f"--run {args.run} has rl.group_size={rl.group_size}: its steps have sampling, which is not simulated; "

@@ -64,9 +64,6 @@ def upcycled_model(
     """Return the model config and the upcycling config, from the dense model and the overrides of the command.
 
     `ignored_keys` are keys of a Hugging Face folder that may have any value.
-
-    Raises:
-        ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
     """
     for word in overrides:
         if not word.startswith(("model.", "checkpoint.upcycle.")):

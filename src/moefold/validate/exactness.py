@@ -151,9 +151,7 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
 def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool) -> tuple[bool, str]:
     """Return whether training replays the choices of sampling, and a log message if `rl.replay` is "auto".
 
-    Args:
-        model, moe, rl: sections of a recipe of reinforcement learning.
-        is_exact: whether sampling has the bits of training, see `inexact_settings`.
+    `is_exact`: sampling has the bits of training, see `inexact_settings`.
     """
     if not has_moe_layers(model) or rl.replay == "off":
         return False, ""

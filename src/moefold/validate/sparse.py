@@ -122,6 +122,5 @@ def validate_indexer_warmup(
 
 
 SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)
-SELECTION_STAGE_RULES = (validate_selection_stages,)
 SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
 """Rules only for training, because inference may use longer and shorter texts."""

@@ -225,7 +225,6 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 
     Args:
         explicit_keys: keys that the recipe and its overrides set, as "section.key", without the keys of a preset.
-        cfg: the resulting config.
 
     Raises:
         ConfigError: one line for each such setting.
@@ -262,8 +261,7 @@ def is_within(name: str, key: str) -> bool:
 def without_idle_keys(model: ModelConfig) -> ModelConfig:
     """Return a model with defaults for the settings that no layer reads, because a recipe may not set them.
 
-    Args:
-        model: the model; the other sections are assumed to have defaults.
+    The other sections are assumed to have defaults.
     """
     cfg = Config(model=model)
     for name in idle_keys(cfg) if _has_layers(model) else ():
@@ -273,12 +271,7 @@ def without_idle_keys(model: ModelConfig) -> ModelConfig:
 
 
 def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy.
-
-    Args:
-        cfg: the recipe.
-        names: keys whose conditions are checked; None: all keys.
-    """
+    """Return the keys without effect, of some or all, in a recipe whose layers exist, with reason and remedy."""
     idle: dict[str, tuple[str, str]] = {}
     # Rules come first, because their reasons are better than the conditions of single keys.
     for rule in UNUSED_KEY_RULES:
@@ -299,11 +292,7 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
 
 
 def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that is not read, given the values of other keys; None if it is read.
-
-    Args:
-        marks: the conditions of the key.
-    """
+    """Return reason and remedy for a key that is not read under its conditions; None if it is read."""
     for condition_mark in marks:
         conditions = condition_mark.conditions.split()
         values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}

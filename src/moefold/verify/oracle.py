@@ -185,10 +185,8 @@ class Oracle:
     def check_keys(self, *, has_rounds: bool = False) -> None:
         """Refuse a recipe that sets a key that no formula has read, after steps and an evaluation.
 
-        Keys without effect in this recipe are ignored: a preset may set them.
-
-        Args:
-            has_rounds: whether rounds of sites are also compared.
+        Keys without effect in this recipe are ignored: a preset may set them. `has_rounds`: rounds of sites are also
+        compared.
 
         Raises:
             NoFormulaError: there is such a key.

@@ -26,8 +26,6 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
     """Return the mask of keys that a query of a layer does not see, bool [B, S, S].
 
     Args:
-        model: patterns, window and chunk.
-        layer: number of a layer with softmax attention.
         documents: the document of each token, [B, S].
         positions: positions of the tokens in their documents, [B, S].
     """
