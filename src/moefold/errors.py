@@ -53,7 +53,7 @@ def _call_with_names(names: Names, function: Callable[..., Result], *arguments: 
 
 @dataclass(frozen=True)
 class Setting:
-    """Mention of a setting in a message; text has quotes without a format, but as in a shell behind an option."""
+    """Mention of a setting in a message; text has quotes without a format, but as in a shell after an option."""
 
     key: str
     """Recipe key, as "section.key", or an option of a command."""
