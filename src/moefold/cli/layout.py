@@ -83,12 +83,6 @@ def check_listable(layout: Layout) -> None:
         )
 
 
-def parse_layout(arguments: Sequence[str]) -> tuple[Layout, int]:
-    """Return the layout of the arguments and the number of ranks per node; see `parse_words`."""
-    cfg, gpus_per_node, _ = parse_arguments(arguments)
-    return fold_mapping(cfg.parallel), gpus_per_node
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
     """Parse `key=value` or `parallel.key=value`, after an optional recipe.
 
