@@ -58,7 +58,9 @@ def _start_sites(
     def run_site(number: int, port: int) -> int:
         folders = [f"run.dir={run.dir}/site-{number}"]
         folders += [f"checkpoint.dir={checkpoint.dir}/site-{number}"] if checkpoint.dir else []
-        return main(["train", *argv, f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders])
+        own = (f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders)
+        keys = tuple(word.partition("=")[0] + "=" for word in own)
+        return main(["train", *(word for word in argv if not word.startswith(keys)), *own])
 
     return run_local_sites(run_site, sites.count, sites.min_members, environments)
 
