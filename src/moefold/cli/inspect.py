@@ -43,8 +43,6 @@ def run(argv: list[str]) -> int:
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
         refuse_existing("--picture", arguments.picture, force=arguments.force)
-    # numpy takes a tenth of a second to import, which --help does not need.
-
     balance = read_balance(arguments.run)
     curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
