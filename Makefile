@@ -65,6 +65,7 @@ lint: $(STAMP) ## check style and format
 
 types: $(PLUGIN) ## check types
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases --follow-imports=silent tools
 
 rules: $(PLUGIN) ## check the budgets and the import rules
 	$(PYTEST) -q tests/architecture

@@ -21,7 +21,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
 from moefold.model.loss import ChunkOptions, chunked_token_losses, token_losses
-from moefold.model.transformer import build_model
+from moefold.model.transformer import build_model, module_settings
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
 
@@ -72,9 +72,8 @@ def experts() -> None:
     x = torch.randn(2048, 1, 256, requires_grad=True)
     layers = {}
     for name, is_inside in (("expert outputs", False), ("inside experts", True)):
-        layers[name] = _init_weights(
-            MODEL.decoder_layers[0].ffn.build(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)), 0)
-        )
+        settings = module_settings(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)))
+        layers[name] = _init_weights(MODEL.decoder_layers[0].ffn.build(settings.ffn, 0))
     runs = {name: (lambda layer=layer: layer(x).sum()) for name, layer in layers.items()}
     _compare(runs)
 

@@ -18,6 +18,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.data.best_fit import pack_documents
 from moefold.model.moe.token_group import TokenColumns
+from moefold.model.transformer import module_settings
 from moefold.planner.lengths.distribution import histogram_names, load_distribution
 
 NUM_DOCUMENTS = 2**16
@@ -48,7 +49,7 @@ def _step_seconds(share: float) -> float:
         {"hidden_size": 256, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "ffn.moe.intermediate_size": 256},
     )
     torch.manual_seed(0)
-    layer = model.decoder_layers[0].ffn.build(Config(model=model), 0)
+    layer = model.decoder_layers[0].ffn.build(module_settings(Config(model=model)).ffn, 0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.1)

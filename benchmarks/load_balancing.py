@@ -114,17 +114,15 @@ def _train(method: Method, run_dir: Path, steps: int) -> None:
 
 
 def _page(results: list[Result], steps: int) -> str:
-    model = results[0].balance
+    balance = results[0].balance
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     lines = [
         "# Ways to balance experts, compared",
         "",
         f"Written by `python benchmarks/load_balancing.py`: {len(results)} runs of {steps} steps from the same weights",
         "over the same batches of `python-docs`, with the model of the quickstart",
-        f"({len(model.decoder_layers)} MoE layers of {model.ffn.moe.num_experts} experts, top-2), 16 samples of "
-        f"128 bytes a "
-        "step in",
-        f"micro-batches of 2, float32, one process on a CPU ({machine}).",
+        f"({len(balance.layers)} MoE layers of {balance.num_experts} experts, top-2), 16 samples of 128 bytes a step",
+        f"in micro-batches of 2, float32, one process on a CPU ({machine}).",
         "With one seed, differences in loss of this size do not rank the methods.",
         "",
         "![Loss and expert load of the runs](images/balance.png)",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.api import build_model, load_config, train_model
+from moefold.api import build_model, train_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
@@ -16,6 +16,7 @@ from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.reader import read_steps
 from moefold.parallel.parallelize import parallelize
 from moefold.parts.schedule import CsvSchedule
+from moefold.recipe import load_config
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors

@@ -1,14 +1,13 @@
 """Reference of all commands, read from their argument parsers: `python -m tools.command_page > docs/commands.md`."""
 
 import argparse
-import importlib
 import re
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.main import COMMANDS
+from moefold.cli.main import COMMANDS, command_parser
 from moefold.terminal import print_escaped
 
 HEAD = """# Every command
@@ -27,9 +26,7 @@ def command_parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     The subcommands of `moefold checkpoint` follow it.
     """
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-        # lm-eval takes the arguments of lm_eval's own command line.
-        parser = module._help_parser() if name == "lm-eval" else module._parser()
+        parser = command_parser(name)
         yield name, summary, parser
         for action in parser._actions:
             for word, subparser in _subparsers(action).items():

@@ -208,27 +208,24 @@ def read_file(path: Path, package: Path) -> FileFacts:
 
 def _read_module(tree: ast.Module, facts: FileFacts) -> None:
     """Read the classes, registries and aliases of Config at the top of a module."""
-    for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if alias.name == "Config" and (node.module or "").startswith(PACKAGE):
-                facts.aliases.add(alias.asname or alias.name)
+    for imported in ast.walk(tree):
+        if isinstance(imported, ast.ImportFrom) and (imported.module or "").startswith(PACKAGE):
+            facts.aliases |= {alias.asname or alias.name for alias in imported.names if alias.name == "Config"}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             facts.classes[node.name] = node.lineno
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if _is_annotated(node) else []
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [target.id for target in targets if isinstance(target, ast.Name)]
         for name in names:
             if name.lstrip("_") in REGISTRIES and isinstance(node.value, ast.Dict | ast.DictComp):
                 facts.add("registries", node.lineno, name)
-        value = getattr(node, "value", None)
+        value = node.value
         if isinstance(value, ast.Name | ast.BinOp | ast.Subscript) and _names(value) & {"Config", *facts.aliases}:
             facts.aliases.update(names)
     if facts.name == SCHEMA.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py":
         facts.aliases.add("Config")
-
-
-def _is_annotated(node: ast.stmt) -> bool:
-    return isinstance(node, ast.AnnAssign)
 
 
 def _read_node(node: ast.AST, facts: FileFacts) -> None:
@@ -327,7 +324,7 @@ def _words(node: ast.expr) -> Iterator[str]:
                 yield from _words(argument)
 
 
-def _layer_letters(words: Iterable[str], name: str) -> set[str]:
+def _layer_letters(words: Iterable[str], name: str) -> frozenset[str]:
     return (LAYER_LETTERS & set(words)) - set(OTHER_LETTERS.get(name, ""))
 
 

@@ -1,22 +1,16 @@
-from moefold.api import Config as Config
-from moefold.api import ConfigError as ConfigError
-from moefold.api import Layout as Layout
-from moefold.api import LoadedRecipe as LoadedRecipe
-from moefold.api import RunError as RunError
 from moefold.api import build_model as build_model
-from moefold.api import check_config as check_config
 from moefold.api import evaluate as evaluate
-from moefold.api import fold as fold
 from moefold.api import generate as generate
-from moefold.api import load_config as load_config
-from moefold.api import load_recipe as load_recipe
 from moefold.api import plan as plan
 from moefold.api import train_in_process as train_in_process
 from moefold.api import train_model as train_model
 from moefold.config.edit import edit as edit
+from moefold.config.schema import Config as Config
 from moefold.data.dataset import ProgramData as ProgramData
 from moefold.data.sample import Sample as Sample
 from moefold.data.sampler import Sampler as Sampler
+from moefold.errors import ConfigError as ConfigError
+from moefold.errors import RunError as RunError
 from moefold.inference.jobs import EvalOptions as EvalOptions
 from moefold.inference.jobs import GenerateOptions as GenerateOptions
 from moefold.inference.sampling import SamplingParams as SamplingParams
@@ -28,6 +22,12 @@ from moefold.parts.loss import NextTokenLoss as NextTokenLoss
 from moefold.planner.planner import Planner as Planner
 from moefold.planner.query import PlanOptions as PlanOptions
 from moefold.planner.query import result_as_dict as result_as_dict
+from moefold.recipe import LoadedRecipe as LoadedRecipe
+from moefold.recipe import load_config as load_config
+from moefold.recipe import load_recipe as load_recipe
+from moefold.topology.layout import Layout as Layout
+from moefold.topology.layout import fold as fold
 from moefold.train.callbacks.callback import Callback as Callback
+from moefold.validate.config import check_config as check_config
 
 __version__: str

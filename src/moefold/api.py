@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.plugins import import_files
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, RunError, keep_names, spelled_as
+from moefold.errors import ConfigError, keep_names, spelled_as
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.recipe import LoadedRecipe, load_config
-from moefold.recipe import load_recipe as _load_recipe
+from moefold.recipe import LoadedRecipe, load_recipe
 from moefold.terminal import print_escaped, printable
-from moefold.topology.layout import Layout, fold
 from moefold.train.start import choose_training_device, prepare_data, set_up_run
-from moefold.validate.config import check_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,40 +33,6 @@ if TYPE_CHECKING:
     from moefold.planner.query import PlanOptions
     from moefold.train.callbacks.callback import Callback
     from moefold.train.worker import TrainOutcome
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Layout",
-    "LoadedRecipe",
-    "RunError",
-    "build_model",
-    "check_config",
-    "evaluate",
-    "fold",
-    "generate",
-    "load_config",
-    "load_recipe",
-    "plan",
-    "train_in_process",
-    "train_model",
-]
-
-
-def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe and apply the overrides.
-
-    Args:
-        path: a TOML file; None: the defaults.
-        overrides: strings `section.key=value`, as on the command line.
-
-    Returns:
-        The config (`.cfg`), the keys that were set (`.explicit_keys`) and notices (`.messages`).
-
-    Raises:
-        ConfigError: the file cannot be read, or a section, key, type or value is wrong.
-    """
-    return _load_recipe(None if path is None else Path(path), overrides)
 
 
 def plan(

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ def _call_with_names(names: Names, function: Callable[..., Result], *arguments: 
 
 @dataclass(frozen=True)
 class Setting:
-    """Mention of a setting in a message: `f"{Setting(key, value)}"`, or with a format; text has quotes without one."""
+    """Mention of a setting in a message; text has quotes without a format, but as in a shell after an option."""
 
     key: str
     """Recipe key, as "section.key", or an option of a command."""
@@ -75,8 +76,10 @@ class Setting:
             name = names[name]
         if isinstance(name, Setting) or not name or self.value is None:
             return str(name)
-        is_apart = name.startswith("--") or " " in name or (name.isupper() and name != self.key)
-        return f"{name}{'' if name.endswith('=') else ' ' if is_apart else '='}{_shown(self.value, spec)}"
+        is_option = name.startswith("--")
+        is_apart = is_option or " " in name or (name.isupper() and name != self.key)
+        value = quote(self.value) if is_option and isinstance(self.value, str) else _shown(self.value, spec)
+        return f"{name}{'' if name.endswith('=') else ' ' if is_apart else '='}{value}"
 
     def __str__(self) -> str:
         """Return the setting without a format of its value."""

@@ -73,5 +73,5 @@ def test_other_folders_are_not_replaced(tmp_path):
         export_board(runs, tmp_path / "run", force=True)
     assert (tmp_path / "run/metrics.jsonl").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--export .*file/board' cannot be written: (Not a directory|File exists)"):
+    with pytest.raises(ConfigError, match=r"--export .*file/board cannot be written: (Not a directory|File exists)"):
         export_board(runs, tmp_path / "file/board")

@@ -1,12 +1,11 @@
 """Example commands of the documentation and of the help texts, and the check that they can be run."""
 
 import argparse
-import importlib
 import re
 import shlex
 from pathlib import Path
 
-from moefold.cli.main import COMMANDS
+from moefold.cli.main import COMMANDS, command_parser
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.suggestions import key_types, sections
 from moefold.recipe import load_config
@@ -31,9 +30,9 @@ def check_command(line: str) -> None:
     """Parse a command as moefold does, and check that its recipe exists and knows its keys; fails otherwise."""
     _, name, *words = shlex.split(line, comments=True)
     assert name in COMMANDS, line
-    module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-    if hasattr(module, "_parser"):
-        parse(module._parser(), words, line)
+    parser = command_parser(name)
+    if parser.add_help:
+        parse(parser, words, line)
     # `moefold recipe upgrade --word` takes a key of an earlier version.
     overrides = [word for word in words if OVERRIDE.fullmatch(word) and "--word" not in words]
     tree: dict[str, dict[str, object]] = {}

@@ -1,8 +1,6 @@
 """`moefold checkpoint` as a user sees it."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
+from tests.cli.without_torch import run_calls_without_torch
 from tests.models import edit_model
 from tests.train.tiny_runs import recipe, train_rank
 
@@ -250,8 +249,5 @@ def test_wrong_folders_are_one_message(run, tmp_path, capsys):
 
 
 def test_listing_needs_no_torch(run):
-    code = (
-        "import sys; from moefold.cli.main import main; "
-        f"main(['checkpoint', 'list', {str(run)!r}]); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = run_calls_without_torch([_words("list", run)])
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[0]"), done.stderr

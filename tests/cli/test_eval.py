@@ -29,10 +29,10 @@ def folder(tmp_path: Path) -> Path:
 WRONG = {
     "{f}/none --tokens {f}/ids.npy --seq-len 8": "MODEL='{f}/none' does not exist",
     "{f}/empty --tokens {f}/ids.npy --seq-len 8": "MODEL='{f}/empty' holds no model",
-    "{f}/run --tokens {f}/none.npy --seq-len 8": "--tokens '{f}/none.npy' does not exist",
+    "{f}/run --tokens {f}/none.npy --seq-len 8": "--tokens {f}/none.npy does not exist",
     "{f}/run --tokens {f}/float.npy --seq-len 8": "{f}/float.npy holds float64, but token ids are integers",
     "{f}/run --tokens {f}/large.npy --seq-len 8": "holds id 256 at token 256, but the model's vocabulary is 256",
-    "{f}/run --text {f}/latin.txt --seq-len 8": "--text '{f}/latin.txt' is not text in UTF-8",
+    "{f}/run --text {f}/latin.txt --seq-len 8": "--text {f}/latin.txt is not text in UTF-8",
     "{f}/run --tokens {f}/ids.npy --seq-len 1": "--seq-len 1 must be at least 2",
     "{f}/run --tokens {f}/ids.npy --seq-len 99": "64 tokens, less than one sequence of --seq-len 99",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --batch-size 0": "--batch-size 0 must be at least 1",
@@ -43,7 +43,7 @@ WRONG = {
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/no/out.npy": "the folder '{f}/no' does not exist",
     "{f}/run --text {f}/text.txt --seq-len 8 --logits {f}/ids.npy": "ids.npy exists already; add --force to replace it",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/o.npy --keep-tail": "leave one out",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits '{f}/folder.npy' is a folder",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/folder.npy": "--logits {f}/folder.npy is a folder",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/empty/../ids.npy": "would replace the file that is eval",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/link.npy": "would replace the file that is eval",
 }
@@ -126,4 +126,4 @@ def test_a_device_that_is_not_there_is_answered_with_the_option(folder, capsys, 
     assert main([command, *words.get(command, []), "--device", "cuda"]) == 2
     err = capsys.readouterr().err
     assert "run.device" not in err
-    assert "set --device 'cpu'" in err
+    assert "set --device cpu" in err

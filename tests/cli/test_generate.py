@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.generate import _is_override
+from moefold.cli.generate import is_override
 from moefold.cli.main import main
 from tests.inference.checkpoint_folder import described_run
 
@@ -34,10 +34,10 @@ WRONG = {
     "{run} x paralel.tp=2": "did you mean [parallel]",
     "{run} x parallel.tpp=2": "did you mean parallel.tp",
     "{run} caf\udce9": "the prompt is not Unicode text",
-    "{run} x --tokenizer nowhere.json": "--tokenizer 'nowhere.json' does not exist",
+    "{run} x --tokenizer nowhere.json": "--tokenizer nowhere.json does not exist",
     "{run} x --tokenizer gpt2": "'hf://gpt2' downloads it",
     "{run} x --chat-template t.jinja": "--chat-template has no effect without --chat",
-    "{run} x --chat --chat-template none.jinja": "--chat-template 'none.jinja' does not exist",
+    "{run} x --chat --chat-template none.jinja": "--chat-template none.jinja does not exist",
 }
 
 
@@ -85,7 +85,7 @@ def test_bytes_that_a_locale_lets_through_are_no_prompt(run_dir, capsys, monkeyp
     ],
 )
 def test_arguments_that_are_no_mapping_are_prompts(word, is_setting):
-    assert _is_override(word) == is_setting
+    assert is_override(word) == is_setting
 
 
 def test_ranks_of_a_launcher_have_no_standard_input(run_dir, capsys, monkeypatch):

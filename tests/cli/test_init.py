@@ -22,7 +22,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["sft", "a/b"], ["a/b/sft.toml", "a/b/conversations.jsonl"]),
         (["dpo"], ["dpo.toml", "preferences.jsonl"]),
         (["lora"], ["lora.toml", "conversations.jsonl"]),
-        (["experiments"], ["experiments/quickstart.toml"]),
+        (["single", "experiments"], ["experiments/single.toml"]),
         (["slurm"], ["slurm.sbatch"]),
         (["pretrain/olmoe-1b-7b-8xh100", "mine"], ["mine/olmoe-1b-7b-8xh100.toml"]),
     ],
@@ -48,6 +48,12 @@ def test_nothing_is_replaced_unless_asked(capsys):
     assert Path("sft.toml").read_text() != "mine"
 
 
+def test_a_folder_alone_gets_the_quickstart_if_it_exists(capsys):
+    Path("mine").mkdir()
+    assert main(["init", "mine"]) == 0
+    assert Path("mine/quickstart.toml").is_file()
+
+
 def _folder(name):
     return name.rpartition("/")[0]
 
@@ -71,6 +77,7 @@ def test_list_describes_each_recipe(capsys):
         (["sftt"], "did you mean 'sft'?"),
         (["olmoe-1b-7b-8xh100"], "did you mean 'pretrain/olmoe-1b-7b-8xh100'?"),
         (["qwen3"], "these match: finetune/qwen3-30b-a3b-dpo, "),
+        (["experiments"], "'experiments' is not a recipe that comes with moefold, and there is no such folder"),
         (["xxxxxxx", "folder"], "`moefold init --list` shows the recipes"),
         (["--list", "sft"], "--list lists all recipes, so 'sft' has no effect; leave it out"),
         (["sft", "a", "b"], "one argument too many"),

@@ -15,6 +15,7 @@ from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
 from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
+from tests.slow import slow
 
 
 def _text(run_dir, layer: int | None = None, *, encoding: str = "utf-8", width: int = 100) -> str:
@@ -91,7 +92,7 @@ def test_json(tmp_path, capsys):
     assert record["layers"][1]["load_end"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("ending", ["png", *slow((ending,) for ending in ("svg", "pdf"))])
 def test_a_picture(tmp_path, capsys, ending):
     path = tmp_path / f"balance.{ending}"
     assert main(["inspect", str(write_unbalanced_run(tmp_path)), "--picture", str(path)]) == 0
@@ -99,7 +100,7 @@ def test_a_picture(tmp_path, capsys, ending):
     assert capsys.readouterr().err == f"wrote {path}\n"
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(5, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("layers", [1, *slow(((5,), (40,))), 13])
 def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
     monkeypatch.setattr("moefold.cli.inspect_picture.DPI", 50)
     save_picture(read_balance(write_unbalanced_run(tmp_path, layers=layers)), tmp_path / "balance.png")

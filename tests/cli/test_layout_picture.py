@@ -135,7 +135,7 @@ def test_one_rank_has_nothing_to_colour(tmp_path):
     assert cards_of(draw(tmp_path, layout, 8), layout) == [(0, {}, {}), (0, {}, {})]
 
 
-@pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (12, 1), (64, 8), (72, 72), *slow([(256, 8)])])
+@pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (12, 1), (72, 72), *slow([(64, 8), (256, 8)])])
 def test_pictures_keep_a_readable_shape(tmp_path, world_size, gpus_per_node):
     path = tmp_path / "layout.svg"
     save_picture(fold(world_size=world_size), gpus_per_node, path)
@@ -226,9 +226,9 @@ def test_stages_of_any_number_stay_in_the_picture(tmp_path, pp, chunks):
     schedule = "interleaved" if chunks > 1 else "1f1b"
     cfg = Config(
         model=model_of({"layers": 160}),
-        parallel=ParallelConfig(world_size=64, pp=pp, virtual_stages=chunks, schedule=schedule),
+        parallel=ParallelConfig(world_size=pp, pp=pp, virtual_stages=chunks, schedule=schedule),
     )
-    tree = draw(tmp_path, fold(world_size=64, pp=pp), 8, plan_stages(cfg), cfg)
+    tree = draw(tmp_path, fold(world_size=pp, pp=pp), 8, plan_stages(cfg), cfg)
     assert len(stage_texts(tree)) == pp * chunks
     _, _, width, height = map(float, tree.getroot().get("viewBox").split())
     assert 0.3 < width / height < 4

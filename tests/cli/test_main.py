@@ -211,11 +211,12 @@ WRONG_RECIPES = {
 
 
 @pytest.mark.parametrize("name", ["train", pytest.param("verify", marks=pytest.mark.slow)])
-def test_a_wrong_recipe_is_answered_without_torch(name):
+def test_a_wrong_recipe_a_layout_and_a_simulation_are_answered_without_torch(name):
     """All of them in one interpreter of its own, where none imports torch."""
-    calls = [[name, str(RECIPES / "quickstart.toml"), word] for word in WRONG_RECIPES]
-    done = run_calls_without_torch(calls)
-    assert (done.returncode, done.stdout) == (0, f"{[2] * len(calls)}\n")
+    recipe = str(RECIPES / "quickstart.toml")
+    calls = [[name, recipe, word] for word in WRONG_RECIPES]
+    done = run_calls_without_torch([*calls, ["layout", "world_size=8", "tp=2"], ["simulate", recipe]])
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{[*[2] * len(calls), 0, 0]}")
     errors = done.stderr.splitlines()
     for error, message in zip(errors, WRONG_RECIPES.values(), strict=True):
         assert error.startswith(f"moefold: error: {message}")

@@ -43,7 +43,7 @@ def test_the_file_is_a_device_of_the_planner(tmp_path, capfd):
         (["x.txt"], "FILE x.txt must end in .toml"),
         (["x.toml", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["x.toml", "--rounds", "-1"], "--rounds -1 must be at least 1"),
-        (["x.toml", "--base", "h999"], "--base 'h999' is unknown"),
+        (["x.toml", "--base", "h999"], "--base h999 is unknown"),
         ([f"{__file__}/x.toml"], f"FILE {__file__}/x.toml cannot be written: Not a directory"),
     ],
 )

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,7 +119,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--straggler", "x"], "--straggler 'x' must be RANK=FACTOR, such as 17=1.3"),
+        (["--straggler", "x"], "--straggler x must be RANK=FACTOR, such as 17=1.3"),
         (["--straggler", "16=2"], "--straggler 16=2: ranks run from 0 to 15"),
         (["--straggler", "1=0"], "the factor must be above 0"),
         (["--straggler", "1=nan"], "the factor must be above 0"),
@@ -168,14 +166,6 @@ def test_a_step_of_reinforcement_learning_is_simulated_without_its_rollouts(tmp_
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "step_time_s": 1.0}}\n' for i in range(8)))
     with pytest.raises(ConfigError, match="has rl.group_size=8: its steps have sampling, which is not simulated"):
         run(["--run", str(tmp_path)])
-
-
-def test_simulating_needs_no_torch(recipe):
-    code = (
-        f"import sys; from moefold.cli.simulate import run; run([{recipe!r}]); "
-        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

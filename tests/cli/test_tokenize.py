@@ -24,7 +24,7 @@ def test_it_reports_its_files_and_resumes(tmp_path: Path, capsys: pytest.Capture
     [
         (["missing.jsonl"], "INPUT='missing.jsonl' does not exist"),
         (["a.jsonl", "--column", "txt"], "a.jsonl:1: no column 'txt'; did you mean 'text'"),
-        (["a.jsonl", "--tokenizer", "none.json"], "--tokenizer 'none.json' does not exist"),
+        (["a.jsonl", "--tokenizer", "none.json"], "--tokenizer none.json does not exist"),
         (["a.jsonl", "--processes", "0"], "--processes 0 must be at least 1"),
         (["a.jsonl", "--shard-mb", "0"], "--shard-mb 0 must be at least 1"),
         (["a.jsonl", "--format", "parquet"], "a.jsonl is not a complete parquet file"),

@@ -79,7 +79,7 @@ def test_keys_are_listed_by_a_pattern(capsys, pattern, some, others):
 def test_a_pattern_without_keys_is_refused(capsys):
     assert main(["train", "--keys", "warmup_stps"]) == 2
     assert capsys.readouterr().err == (
-        "moefold: error: --keys 'warmup_stps': no key has it in its name or help; did you mean 'warmup_steps'?\n"
+        "moefold: error: --keys warmup_stps: no key has it in its name or help; did you mean 'warmup_steps'?\n"
     )
     assert main(["train", "--keys", "num_generations"]) == 2
     assert capsys.readouterr().err.endswith("in its name or help; moefold calls this rl.group_size\n")

@@ -126,6 +126,16 @@ def test_cuda_graphs_are_left_out(capsys):
     assert "equal: all " in capsys.readouterr().out
 
 
+def test_a_schedule_file_is_checked_before_ranks_start(capsys, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("0F0,0B0\n")
+    words = ["parallel.pp=2", "parallel.schedule=csv", f"parallel.schedule.path={path}"]
+    assert main(["verify", QUICKSTART, *words]) == 2
+    captured = capsys.readouterr()
+    assert "has 1 rows, and parallel.pp=2" in captured.err
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -9,7 +9,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.config.suggestions import part_keys, tables
 from moefold.errors import ConfigError
-from moefold.recipe import load_config
+from moefold.recipe import load_config, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -40,8 +40,9 @@ def test_recipe_sets_keys_and_leaves_the_others_at_their_defaults(tmp_path):
 
 def test_overrides_win_over_the_recipe_and_later_ones_over_earlier_ones(tmp_path):
     path = write_recipe(tmp_path, "[run]\nsteps = 7\nseed = 1\n")
-    cfg = load_config(path, ["run.steps=8", "run.steps=9", "train.lr=1e-4"])
-    assert (cfg.run.steps, cfg.run.seed, cfg.train.lr) == (9, 1, 1e-4)
+    loaded = load_recipe(path, ["run.steps=8", "run.steps=9", "train.lr=1e-4", "train.lr=1e-4"])
+    assert (loaded.cfg.run.steps, loaded.cfg.run.seed, loaded.cfg.train.lr) == (9, 1, 1e-4)
+    assert loaded.messages == ("run.steps=9 replaces 8, given before it",)
 
 
 @pytest.mark.parametrize(

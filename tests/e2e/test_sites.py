@@ -15,6 +15,7 @@ def test_one_command_trains_all_sites_and_finds_them_finished(tmp_path):
     assert "site 0: step 4/4" in done.stdout
     assert "site 1: done: 4 steps" in done.stdout
     assert "meeting point: all 2 sites are here" in done.stdout
+    assert "given before it" not in done.stdout
     assert done.stderr == ""
     rounds = [[record["sites"] for record in metrics(run_dir / f"site-{n}")] for n in (0, 1)]
     assert [round_ and round_["members"] for round_ in rounds[0]] == [None, 2, None, 2]

@@ -87,7 +87,7 @@ def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
         (["--reward-weight", "nan"], "--reward-weight [nan] must hold numbers of at most 1e+15"),
         (
             ["--kernels", "c", "--dtype", "float64"],
-            "--kernels 'c' computes in float32, which --dtype 'float64' is beyond",
+            "--kernels c computes in float32, which --dtype float64 is beyond",
         ),
         (["--temperature", "0"], "--temperature 0 makes all --samples 3 of a prompt equal"),
     ],

@@ -56,11 +56,11 @@ def test_the_mapping_has_the_ranks_of_the_launcher(source):
     [
         (
             [],
-            "--experts 'fetch' has no effect with ep=1: each rank holds all experts; set parallel.ep above 1, or leave",
+            "--experts fetch has no effect with ep=1: each rank holds all experts; set parallel.ep above 1, or leave",
         ),
         (
             ["parallel.tp=2", "parallel.ep=2"],
-            "--experts 'fetch' reads whole experts .* set parallel.tp=1, or choose 'exchange'",
+            "--experts fetch reads whole experts .* set parallel.tp=1, or choose 'exchange'",
         ),
     ],
 )

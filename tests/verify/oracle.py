@@ -1,9 +1,11 @@
 """Comparison of a recipe on its ranks with the one-process float64 oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.router import BalanceScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
@@ -12,6 +14,7 @@ from moefold.verify.distributed_run import DistributedRecord, create_groups, run
 from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import without_mapping
 
+RunAll = Callable[[list[Config], ProgramData | None], list[DistributedRecord]]
 TOLERANCE = 1e-9
 STEPS = 2
 
@@ -64,7 +67,32 @@ def _oracle_of_mapping(cfg: Config, num_steps: int, data: ProgramData | None) ->
     return run_oracle(cfg, num_steps, data=data)
 
 
+def assert_all_equal_oracle(
+    pool: WorkerPool, cfgs: Mapping[str, Config], data: ProgramData | None = None, *, run: RunAll | None = None
+) -> None:
+    """Run recipes of one mapping, by name, by the same ranks, and assert that each equals the oracle.
+
+    Args:
+        run: runs all recipes on a rank; None: `run_all`.
+    """
+    recipes = list(cfgs.values())
+    ranks = pool.run(recipes[0].parallel.world_size, run or run_all, recipes, data, timeout_s=280.0)
+    worst = {
+        name: compare_records(oracle_of(cfg, steps_of(cfg), data), [records[i] for records in ranks])[0]
+        for i, (name, cfg) in enumerate(cfgs.items())
+    }
+    assert {name: found for name, found in worst.items() if found.error > TOLERANCE} == {}
+
+
 def run_all(cfgs: list[Config], data: ProgramData | None = None) -> list[DistributedRecord]:
-    """Run recipes of one mapping one after another on the same process groups, `STEPS` steps each. Collective."""
+    """Run recipes of one mapping one after another on the same process groups. Collective."""
     groups = create_groups(cfgs[0])
-    return [run_on_groups(groups, cfg, STEPS, data=data) for cfg in cfgs]
+    return [run_on_groups(groups, cfg, steps_of(cfg), data=data) for cfg in cfgs]
+
+
+def steps_of(cfg: Config) -> int:
+    """Return one step, or two if the second one routes with what the first has left, or with other noise."""
+    router = cfg.model.ffn.moe.router
+    has_noise = cfg.moe.input_jitter or router.noise_width(1, 1)
+    has_state = router.expert_bias or chosen_in(cfg.moe, BalanceScopePart).keeps_counts
+    return STEPS if has_noise or has_state else 1

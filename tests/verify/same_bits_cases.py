@@ -292,14 +292,16 @@ CASES: list[Case] = [
             *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
             *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
             *cases("expert overlap", OVERLAP_ONE_STAGE, [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP]),
+            *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
+            *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
+            *cases("offload", OFFLOAD_MAPPED[:1], OFFLOAD_MAPPED[1:]),
+            *cases("offload under a schedule", OFFLOAD_SCHEDULED[:1], [*OFFLOAD_SCHEDULED[1:], *_offload_mixed()]),
+            *cases("offload under a schedule from a file", [], OFFLOAD_FROM_FILE),
+            *cases(
+                "offload with expert overlap", OFFLOAD_OVERLAPPED[1:2], [OFFLOAD_OVERLAPPED[0], *OFFLOAD_OVERLAPPED[2:]]
+            ),
+            *cases("offload of routing", [], OFFLOAD_ROUTING),
         ]
     ),
-    *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
-    *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
-    *cases("offload", OFFLOAD_MAPPED[:1], OFFLOAD_MAPPED[1:]),
-    *cases("offload under a schedule", OFFLOAD_SCHEDULED[:1], [*OFFLOAD_SCHEDULED[1:], *_offload_mixed()]),
-    *cases("offload under a schedule from a file", [], OFFLOAD_FROM_FILE),
-    *cases("offload with expert overlap", OFFLOAD_OVERLAPPED[1:2], [OFFLOAD_OVERLAPPED[0], *OFFLOAD_OVERLAPPED[2:]]),
-    *cases("offload of routing", [], OFFLOAD_ROUTING),
     *cases("optimizer offload", OPTIMIZER_OFFLOAD[:1], OPTIMIZER_OFFLOAD[1:]),
 ]

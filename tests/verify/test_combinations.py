@@ -30,6 +30,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.models import edit_model
+from tests.verify.cases import axes_of
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.mapping_cases import CASES
 from tests.verify.recipes import tiny, without_mapping, write_split_rows
@@ -72,13 +73,15 @@ def _is_of_a_thin_class(row: Row) -> bool:
     return row["dtype"] == (*DTYPES, "bfloat16")[place % 4]
 
 
+SHOWN_BY_CASES = ("schedule", "zero", "axes")
+"""Factors whose levels have fast rows in `mapping_cases.py`."""
 ROWS = all_rows(FACTORS, _is_legal)
 THIN = covering_rows([row for row in ROWS if _is_of_a_thin_class(row)])
 FAST = [
-    *covering_rows(THIN, lambda row: [level for level in levels_of(row, 1) if level[0][0] != "schedule"]),
+    *covering_rows(THIN, lambda row: [level for level in levels_of(row, 1) if level[0][0] not in SHOWN_BY_CASES]),
     next(row for row in THIN if (row["schedule"], row["extra"]) == ("dualpipev", "overlap")),
 ]
-"""Every level but schedules, each of which has a fast row in `mapping_cases.py`, and the schedule made for overlap."""
+"""Every level that has no fast row in `mapping_cases.py`, and the schedule made for overlap."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +213,15 @@ def test_the_thin_table_has_every_pair():
     assert len(THIN) < 50
 
 
-def test_the_fast_rows_have_every_level_and_fast_cases_every_schedule():
+def test_the_fast_rows_and_cases_have_every_level():
     levels = {level for row in FAST for level in row.items()}
-    levels |= {("schedule", case.settings.get("schedule", "1 stage")) for case in CASES if not case.is_slow}
+    for case in CASES:
+        if not case.is_slow:
+            levels.add(("schedule", case.settings.get("schedule", "1 stage")))
+            levels.add(("zero", str(case.settings.get("zero", 1))))
+            levels |= {("axes", axis) for axis in axes_of(case.settings)}
     assert {level for row in ROWS for level in row.items()} - levels == set()
-    assert len(FAST) < 8
+    assert len(FAST) < 7
 
 
 @pytest.mark.parametrize("row", few_else_slow(THIN, FAST), ids=lambda row: "-".join(row.values()))

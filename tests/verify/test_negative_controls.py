@@ -68,13 +68,13 @@ def _run_without_embedding_exchange(cfg: Config) -> DistributedRecord:
     return run_distributed(cfg, 1)
 
 
-def _worst(fresh_pool, broken, **parallel: object) -> list[NamedError]:
-    return errors_of_broken_run(fresh_pool, broken, tiny(world_size=4, **parallel))
+def _worst(fresh_pool, broken, world_size: int = 2, **parallel: object) -> list[NamedError]:
+    return errors_of_broken_run(fresh_pool, broken, tiny(world_size=world_size, **parallel))
 
 
 def test_wrong_scale_of_expert_gradients_is_named(fresh_pool):
     names = [
-        d.name for d in _worst(fresh_pool, _run_with_halved_expert_gradients, ep=2) if d.name.startswith("gradients")
+        d.name for d in _worst(fresh_pool, _run_with_halved_expert_gradients, 4, ep=2) if d.name.startswith("gradients")
     ]
     assert all(".experts." in name for name in names)
     assert len(names) == 2 * 3
@@ -92,7 +92,7 @@ def test_norm_that_counts_replicas_twice_is_noticed(fresh_pool):
 
 
 def test_balance_loss_of_local_counts_is_noticed(fresh_pool):
-    names = {d.name for d in _worst(fresh_pool, _run_with_local_routing_counts, cp=2, tp=2)}
+    names = {d.name for d in _worst(fresh_pool, _run_with_local_routing_counts, cp=2)}
     assert "step 1 aux_loss (rank 0)" in names
     assert any("router" in name for name in names)
 

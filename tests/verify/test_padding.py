@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.verify.compare import compare_records
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE, oracle_of, run_all
+from tests.verify.oracle import STEPS, TOLERANCE, assert_all_equal_oracle, oracle_of
 from tests.verify.padded_samples import DATA
 from tests.verify.recipes import tiny
 from tests.verify.routing_cases import KINDS, MAPPINGS
@@ -44,11 +44,7 @@ FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
 )
 def test_every_kind_of_routing(pool, mapping, kinds):
     mapping = {"world_size": 8} | mapping
-    cfgs = [_recipe(mapping, kind) for kind in kinds]
-    ranks = pool.run(mapping["world_size"], run_all, cfgs, DATA)
-    for number, cfg in enumerate(cfgs):
-        worst = compare_records(oracle_of(cfg, data=DATA), [records[number] for records in ranks])[0]
-        assert worst.error <= TOLERANCE, (kinds[number], worst)
+    assert_all_equal_oracle(pool, {kind: _recipe(mapping, kind) for kind in kinds}, DATA)
 
 
 @pytest.mark.parametrize(

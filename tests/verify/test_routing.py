@@ -12,7 +12,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.verify.compare import compare_records
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE, oracle_of, run_all
+from tests.verify.oracle import STEPS, TOLERANCE, assert_all_equal_oracle, oracle_of, run_all
 from tests.verify.recipes import tiny
 from tests.verify.routing_cases import KINDS, MAPPINGS
 
@@ -40,13 +40,9 @@ def _recipe(kind: str, mapping: dict[str, object]) -> Config:
 def test_every_kind_of_routing(pool, mapping):
     stages = int(mapping.get("pp", 1)) * int(mapping.get("virtual_stages", 1))
     # Oracles are shared among mappings of equally many layers.
-    cfgs = [_recipe(kind, {"world_size": 8} | mapping) for kind in KINDS]
-    assert {cfg.model.num_layers for cfg in cfgs} == {max(2, stages)}
-    ranks = pool.run(cfgs[0].parallel.world_size, run_all, cfgs, timeout_s=280.0)
-    worst = {}
-    for i, (kind, cfg) in enumerate(zip(KINDS, cfgs, strict=True)):
-        worst[kind] = compare_records(oracle_of(cfg), [records[i] for records in ranks])[0]
-    assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
+    cfgs = {kind: _recipe(kind, {"world_size": 8} | mapping) for kind in KINDS}
+    assert {cfg.model.num_layers for cfg in cfgs.values()} == {max(2, stages)}
+    assert_all_equal_oracle(pool, cfgs)
 
 
 def _recompute(*, blocks: bool) -> None:
@@ -70,9 +66,9 @@ def _run_recomputing(cfg: Config, num_steps: int) -> DistributedRecord:
     return run_distributed(cfg, num_steps)
 
 
-def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[DistributedRecord]:
+def _run_all_recomputing_blocks(cfgs: list[Config], data: None) -> list[DistributedRecord]:
     _recompute(blocks=True)
-    return run_all(cfgs)
+    return run_all(cfgs, data)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +91,8 @@ def test_recompute_changes_nothing(fresh_pool, kind, mapping):
 def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
     mapping = {"world_size": 8, "tp": 2, "cp": 2, "ep": 4, "etp": 2}
     kinds = ["global batch", "last global batch", "deepseek-v3", "quantile", "jitter", "drop on each rank"]
-    cfgs = [_recipe(kind, mapping) for kind in kinds]
-    ranks = pool.run(8, _run_all_recomputing_blocks, cfgs, timeout_s=280.0)
-    worst = {}
-    for i, (kind, cfg) in enumerate(zip(kinds, cfgs, strict=True)):
-        worst[kind] = compare_records(oracle_of(cfg), [records[i] for records in ranks])[0]
-    assert {kind: found for kind, found in worst.items() if found.error > TOLERANCE} == {}
+    cfgs = {kind: _recipe(kind, mapping) for kind in kinds}
+    assert_all_equal_oracle(pool, cfgs, run=_run_all_recomputing_blocks)
 
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)

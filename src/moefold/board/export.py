@@ -32,10 +32,8 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
         )
     if folder.exists() and not (force and _is_export(folder)):
         if _is_export(folder):
-            raise ConfigError(
-                f"--export {str(folder)!r} exists already; add --force to replace it, or name another folder"
-            )
-        raise ConfigError(f"--export {str(folder)!r} exists and is not an export of a board; name another folder")
+            raise ConfigError(f"--export {folder} exists already; add --force to replace it, or name another folder")
+        raise ConfigError(f"--export {folder} exists and is not an export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:
@@ -60,7 +58,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
                 f"window.MOEFOLD_BOARD = {json.dumps(data, allow_nan=False)};\n", encoding="ascii"
             )
     except OSError as error:
-        raise ConfigError(f"--export {str(folder)!r} cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"--export {folder} cannot be written: {error.strerror or error}") from None
     return [reader.run.name for reader in runs.readers]
 
 

@@ -95,53 +95,43 @@ def _parser() -> argparse.ArgumentParser:
 
 def step_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a benchmark of a step of a shape."""
-    parser = CommandParser(prog=prog, description=description, epilog=f"shapes: {', '.join(bench_shapes())}")
-    parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
-    parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="tokens per step (default: 2048 for small, else 4096)"
-    )
-    parser.add_argument(
-        "--experts",
-        type=int,
-        default=0,
-        metavar="E",
-        help="experts per layer (default: as many as fit)",
-    )
-    parser.add_argument(
+    parser = CommandParser(prog, description, f"shapes: {', '.join(bench_shapes())}")
+    parser.option("--shape", "small", "NAME", "what to compute, see below (default small)")
+    parser.option("--tokens", 0, "N", "tokens per step (default: 2048 for small, else 4096)")
+    parser.option("--experts", 0, "E", "experts per layer (default: as many as fit)")
+    parser.option(
         "--routing",
+        "natural",
+        None,
+        "an untrained router over random states, or states that load all experts equally (default natural)",
         choices=("natural", "balanced"),
-        default="natural",
-        help="an untrained router over random states, or states that load all experts equally (default natural)",
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation (default float32)"
+    parser.option(
+        "--dtype", "float32", None, "dtype of the computation (default float32)", choices=("float32", "bfloat16")
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument(
+    parser.option("--device", "cpu", None, "default cpu", choices=("auto", "cpu", "cuda"))
+    parser.option("--threads", 2, None, "CPU threads (default 2)")
+    parser.option(
         "--clock",
+        "wall",
+        None,
+        "cpu: CPU time of all threads, for machines with shared cores (default wall)",
         choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: CPU time of all threads, for machines with shared cores (default wall)",
     )
-    parser.add_argument("--steps", type=int, default=20, help="measured rounds (default 20)")
+    parser.option("--steps", 20, None, "measured rounds (default 20)")
     add_output_options(parser)
     return parser
 
 
 def shape_from_args(args: argparse.Namespace) -> BenchShape:
-    """Return the shape of --shape, after checking that the count options are positive.
-
-    Raises:
-        ConfigError: the shape is unknown, or a count is not positive.
-    """
+    """Return the shape of --shape, after checking that the count options are positive."""
     check_output_options(args)
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     shapes = bench_shapes()
     if args.shape not in shapes:
-        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(shapes)}")
+        raise ConfigError(f"--shape {args.shape} is unknown; the shapes are {', '.join(shapes)}")
     return shapes[args.shape]
 
 
@@ -156,29 +146,21 @@ def device_type_from_args(args: argparse.Namespace) -> str:
     return device
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
+def add_output_options(parser: CommandParser) -> None:
     """Add --json and --force."""
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.option("--json", str, "FILE", "write the report as JSON; - prints it instead of the table")
+    parser.flag("--force", "replace files that exist")
 
 
 def check_output_options(args: argparse.Namespace) -> None:
-    """Check that the report can be written, before any measurement.
-
-    Raises:
-        ConfigError: the folder is missing or not writable, or the file exists and --force is not given.
-    """
+    """Check that the report can be written, before any measurement."""
     if args.json not in (None, "-"):
         check_writable("--json", Path(args.json))
         refuse_existing("--json", Path(args.json), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
-    """Print the table, and write the report to the file of --json, if given.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Print the table, and write the report to the file of --json, if given."""
     text = json.dumps(report)
     print_escaped(text if args.json == "-" else table, flush=True)
     if args.json not in (None, "-"):

@@ -110,16 +110,16 @@ def _check_packages() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold board",
-        description="Show runs side by side in a browser: curves, balance of experts, memory and times of ranks,\n"
+        "moefold board",
+        "Show runs side by side in a browser: curves, balance of experts, memory and times of ranks,\n"
         "faults, rollouts with their texts, and how their recipes differ. Follows runs that go on.",
-        epilog=EPILOG,
+        EPILOG,
     )
     parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of run folders")
     parser.option("--host", "127.0.0.1", None, "name or address to listen on (127.0.0.1)")
     parser.option("--port", DEFAULT_PORT, None, f"port; 0: any that is free ({DEFAULT_PORT})")
     parser.flag("--allow-remote", "allow another host than the loopback; asks for a token")
     parser.flag("--token", "ask for a token on the loopback, too, which all users of a machine reach")
-    parser.add_argument("--export", metavar="FOLDER", help="write a static board and serve nothing")
+    parser.option("--export", str, "FOLDER", "write a static board and serve nothing")
     parser.flag("--force", "replace an export that exists")
     return parser

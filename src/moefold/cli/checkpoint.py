@@ -54,10 +54,8 @@ class CheckpointRow:
 def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:
     """Print the checkpoints of a folder, oldest first, with the faults of their files."""
     if not rows:
-        text = (
-            f"{folder} holds no checkpoint (a run saves with checkpoint.at_end=true, the default, or checkpoint.every)"
-        )
-        console.print(printable(text), soft_wrap=True)
+        way_out = "a run saves with checkpoint.at_end=true, the default, or checkpoint.every"
+        console.print(printable(f"{folder} holds no checkpoint ({way_out})"), soft_wrap=True)
         return
     has_losses = any(row.is_best for row in rows)
     titles = ("checkpoint", "tokens", "samples", *(["eval loss"] if has_losses else []), "MiB", "written by", "files")
@@ -79,10 +77,7 @@ def print_content(
     """Print the metadata and tensors of a checkpoint."""
     # Weights that no run trained have no step, and name their source instead.
     state = f"after step {meta.step:,}, {meta.samples:,} samples and {meta.tokens:,} tokens"
-    console.print(
-        printable(f"{path}: {f'weights alone, {meta.origin}' if meta.origin else state}"),
-        soft_wrap=True,
-    )
+    console.print(printable(f"{path}: {f'weights alone, {meta.origin}' if meta.origin else state}"), soft_wrap=True)
     if not meta.origin:
         console.print(printable(f"written by {describe_mapping(meta)}"))
     if lora := meta.lora:
@@ -92,7 +87,10 @@ def print_content(
     values = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
     console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in values.items())), soft_wrap=True)
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
-    for name, group in _group_by_part(tensors).items():
+    groups: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
+    for name, group in groups.items():
         size_mib = f"{sum(tensor.size_bytes for tensor in group) / 2**20:,.1f}"
         num_chunks = str(sum(tensor.num_chunks for tensor in group))
         table.add_row(printable(f"{name}: {len(group)}"), "", "", size_mib, num_chunks)
@@ -110,13 +108,6 @@ def describe_mapping(meta: CheckpointMeta) -> str:
         return "no training run"
     degrees = " ".join(f"{name}={parallel[name]}" for name in DEGREES if parallel.get(name, 1) != 1)
     return f"{parallel.get('world_size', 1)} rank{'s' if parallel.get('world_size', 1) != 1 else ''} {degrees}".rstrip()
-
-
-def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
-    groups: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
-    return groups
 
 
 MAX_SHOWN_DIFFERENCES = 20
@@ -276,11 +267,9 @@ def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, 
 def _shorten(value: object) -> str:
     """Return a value as text; a long value is truncated, with its length."""
     text = str(value)
-    return (
-        text
-        if len(text) <= MAX_VALUE_CHARS
-        else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters; --json has all)"
-    )
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    return f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters; --json has all)"
 
 
 def _flatten(tree: dict[str, object]) -> dict[str, object]:
@@ -298,41 +287,33 @@ def _size_bytes(path: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="moefold checkpoint",
-        description="List, show, verify, compare and remove checkpoints.",
-        epilog=EPILOG,
-    )
+    parser = CommandParser("moefold checkpoint", "List, show, verify, compare and remove checkpoints.", EPILOG)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
-    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> CommandParser:
         action_parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         action_parser.set_defaults(action=action)
         return action_parser
 
-    list_parser = add(
-        "list", _list, "list the checkpoints of a run: step, size, the mapping that wrote it, missing files"
-    )
+    text = "list the checkpoints of a run: step, size, the mapping that wrote it, missing files"
+    list_parser = add("list", _list, text)
     list_parser.add_argument("folder", type=to_path, metavar="RUN", help="a run, or a folder of checkpoints")
-    list_parser.add_argument("--json", action="store_true", help="print one JSON array")
+    list_parser.flag("--json", "print one JSON array")
     show_parser = add("show", _show, "show the contents of one checkpoint")
     show_parser.add_argument("checkpoint", type=to_path, metavar="CKPT", help="a folder such as step-000100")
-    show_parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the sums")
-    show_parser.add_argument("--json", action="store_true", help="print one JSON object, every tensor included")
-    verify_parser = add(
-        "verify",
-        _verify,
-        "check the hash of every file, the index, the parts and the description; exit 1 if one is wrong",
-    )
+    show_parser.flag("--tensors", "list every tensor, not only the sums")
+    show_parser.flag("--json", "print one JSON object, every tensor included")
+    text = "check the hash of every file, the index, the parts and the description; exit 1 if one is wrong"
+    verify_parser = add("verify", _verify, text)
     verify_parser.add_argument("checkpoint", type=to_path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
     add_part_option(verify_parser)
     diff_parser = add("diff", _diff, "compare the metadata and values of two checkpoints; exit 1 if they differ")
     diff_parser.add_argument("checkpoint", type=to_path, metavar="CKPT", help="a folder such as step-000100")
     diff_parser.add_argument("other", type=to_path, metavar="OTHER", help="the checkpoint to compare it with")
-    diff_parser.add_argument("--weights", action="store_true", help="compare weights and buffers, not the optimizer")
-    diff_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    diff_parser.flag("--weights", "compare weights and buffers, not the optimizer")
+    diff_parser.flag("--json", "print one JSON object")
     rm_parser = add("rm", _rm, "remove checkpoints, but not the last sound one")
     rm_parser.add_argument("checkpoints", type=to_path, nargs="+", metavar="CKPT", help="folders step-000100")
-    rm_parser.add_argument("--force", action="store_true", help="remove the last sound one too")
+    rm_parser.flag("--force", "remove the last sound one too")
     add_part_option(rm_parser)
     return parser

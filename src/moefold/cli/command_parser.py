@@ -7,7 +7,7 @@ import argparse
 import re
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ from moefold.errors import EXIT_USER_ERROR, ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import printable
 
+OVERRIDES_HELP = "settings that override the recipe"
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 _QUOTED = re.compile(r"""(?<!\S)'[^']*'(?!\S)|"[^"]*["]""")
 
@@ -28,13 +29,25 @@ class CommandParser(argparse.ArgumentParser):
     Paragraphs of the description and epilog are wrapped; indented lines keep their line breaks.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        """Build the parser from argparse's settings."""
-        super().__init__(**{"formatter_class": _ParagraphFormatter, **settings})
+    def __init__(
+        self, prog: str | None = None, description: str | None = None, epilog: str | None = None, **settings: Any
+    ) -> None:
+        """Build the parser from its texts and argparse's other settings."""
+        settings = {"formatter_class": _ParagraphFormatter} | settings
+        super().__init__(prog=prog, description=description, epilog=epilog, **settings)
+
+    def recipe(self, text: str) -> None:
+        """Add a recipe and the settings that override it."""
+        self.add_argument("recipe", metavar="RECIPE.toml", help=text)
+        self.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES_HELP)
 
     def flag(self, name: str, text: str) -> None:
         """Add a switch, off by default."""
         self.add_argument(name, action="store_true", help=text)
+
+    def repeated(self, name: str, metavar: str, text: str, kind: Callable[[str], Any] = str) -> None:
+        """Add an option that may be given more than once; its value is a list."""
+        self.add_argument(name, action="append", default=[], type=kind, metavar=metavar, help=text)
 
     def option(self, name: str, default: Any, metavar: str | None, text: str, **settings: Any) -> None:
         """Add an option with a value of the type of its default. A type as the default means that it has no default."""
@@ -105,27 +118,16 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the path of the recipe and the overrides. A first word `section.key=value` is an override.
-
-    Args:
-        recipe: the first word; None without words.
-        overrides: the other words.
-    """
+    """Return the path of the recipe and the overrides; the first word is an override if it is `section.key=value`."""
     if recipe is None or ("=" in recipe and not Path(recipe).exists()):
         return None, [*([] if recipe is None else [recipe]), *overrides]
     return Path(recipe), list(overrides)
 
 
-def add_part_option(parser: argparse.ArgumentParser) -> None:
+def add_part_option(parser: CommandParser) -> None:
     """Add the option of commands that read a run: files of parts from its training, imported while parsing."""
-    parser.add_argument(
-        "--part",
-        action="append",
-        default=[],
-        type=_part,
-        metavar="FILE.py:CLASS",
-        help="a part from a file with which the model was trained; the file is imported; may be repeated",
-    )
+    text = "a part from a file with which the model was trained; the file is imported; may be repeated"
+    parser.repeated("--part", "FILE.py:CLASS", text, _part)
 
 
 def _part(text: str) -> str:

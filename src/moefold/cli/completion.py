@@ -1,17 +1,16 @@
 """`moefold completion`: print a script that completes commands, options and recipe keys in a shell."""
 
 import argparse
-import importlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import shtab
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.main import COMMANDS
+from moefold.cli.main import COMMANDS, command_parser
 from moefold.config.presets import preset_names, shipped_files
 from moefold.config.suggestions import choices_of, key_types, kind_settings, sections
 from moefold.terminal import print_escaped
@@ -90,14 +89,14 @@ def _all_parsers() -> argparse.ArgumentParser:
     parser = CommandParser(prog="moefold")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-        parents = [module._parser()] if hasattr(module, "_parser") else []
+        of_command = command_parser(name)
+        parents = [of_command] if of_command.add_help else []
         _mark_arguments(parents)
         commands.add_parser(name, help=summary, description=summary, parents=parents, add_help=not parents)
     return parser
 
 
-def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
+def _mark_arguments(parsers: Sequence[argparse.ArgumentParser]) -> None:
     """Set the completion of each argument of some parsers and of their actions."""
     for parser in parsers:
         for action in parser._actions:
@@ -178,9 +177,9 @@ def _key_values() -> Iterator[tuple[str, list[str]]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold completion",
-        description="Print a script that completes commands, options, recipe keys and their values in a shell.",
-        epilog=EPILOG,
+        "moefold completion",
+        "Print a script that completes commands, options, recipe keys and their values in a shell.",
+        EPILOG,
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     return parser

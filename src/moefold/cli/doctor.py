@@ -23,10 +23,7 @@ from moefold.terminal import GIB, print_escaped, printable
 def network_links(system: Path = Path("/sys/class")) -> list[str]:
     """Return one description for each network interface that is up, and each port of an InfiniBand or RoCE adapter.
 
-    Empty if the kernel lists none, as on macOS.
-
-    Args:
-        system: folder of the kernel's device classes.
+    `system` is the folder of the kernel's device classes; empty if it lists none, as on macOS.
     """
     links = []
     for interface in sorted((system / "net").glob("*")):
@@ -218,9 +215,7 @@ def _install_command(package: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold doctor",
-        description="Show versions, devices, memory, kernels and optional packages of this machine.",
-        epilog=EPILOG,
+        "moefold doctor", "Show versions, devices, memory, kernels and optional packages of this machine.", EPILOG
     )
     parser.flag("--json", "print a JSON array of topic, words and is_fault")
     return parser

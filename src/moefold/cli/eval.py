@@ -54,10 +54,10 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold eval",
-        description="Compute mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
+        "moefold eval",
+        "Compute mean cross-entropy and perplexity of a model over a file. Starts the ranks itself on one\n"
         "machine; joins them under torchrun or srun.",
-        epilog=EPILOG,
+        EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the mapping; see below")

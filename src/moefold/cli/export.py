@@ -98,11 +98,11 @@ def _parse_size(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold export",
-        description="Convert a checkpoint to a Hugging Face folder: config.json, safetensors files, the tokenizer that "
+        "moefold export",
+        "Convert a checkpoint to a Hugging Face folder: config.json, safetensors files, the tokenizer that "
         "the model was trained with, and moefold-manifest.json with shapes, types and SHA-256 hashes. A checkpoint of "
         "a run with lora.rank becomes a folder of PEFT: adapter_config.json and adapter_model.safetensors.",
-        epilog="Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
+        "Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
     )
     parser.add_argument(
         "checkpoint",
@@ -134,10 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", *FAMILIES),
     )
     parser.flag("--merge", "merge the adapters of a run with lora.rank into its base weights")
-    parser.add_argument(
-        "--base", metavar="DIR", help="base weights of the adapters, if they have moved (default: as in the checkpoint)"
+    parser.option(
+        "--base", str, "DIR", "base weights of the adapters, if they have moved (default: as in the checkpoint)"
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
+    parser.option("--shard-size", str, "SIZE", "largest file, such as 500MB; 0: one file (default 5GB)")
     parser.flag("--no-verify", "check only the sizes of the checkpoint's files, not their hashes")
     parser.flag("--check", "read the result again and compare every byte")
     mtp_group = parser.add_mutually_exclusive_group()

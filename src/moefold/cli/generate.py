@@ -46,13 +46,13 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
     from moefold.inference.sampling import SamplingParams
 
-    prompts = tuple(word for word in arguments.words if not _is_override(word))
+    prompts = tuple(word for word in arguments.words if not is_override(word))
     request = GenerationRequest(
         model=arguments.model,
         read_prompts=lambda: prompts or (_read_prompt(rank_env),),
         max_tokens=arguments.max_tokens,
         sampling=read_options(SamplingParams, arguments),
-        overrides=tuple(word for word in arguments.words if _is_override(word)),
+        overrides=tuple(word for word in arguments.words if is_override(word)),
         options=read_options(GenerateOptions, arguments),
     )
     job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
@@ -64,7 +64,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
-def _is_override(word: str) -> bool:
+def is_override(word: str) -> bool:
     """Return whether a word is a setting, valid or not, and not a prompt."""
     match = _OVERRIDE.fullmatch(word)
     # A misspelt `parallel.` is a setting as well.
@@ -89,10 +89,9 @@ def _read_prompt(rank_env: RankEnv | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold generate",
-        description="Continue a text, token by token. Starts the ranks itself on one machine; joins them under\n"
-        "torchrun or srun.",
-        epilog=EPILOG,
+        "moefold generate",
+        "Continue a text, token by token. Starts the ranks itself on one machine; joins them under\ntorchrun or srun.",
+        EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")

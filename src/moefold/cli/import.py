@@ -69,16 +69,16 @@ def _check_adapter_options(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold import",
-        description="Convert a Hugging Face folder (config.json and safetensors files) to a checkpoint. OUT receives "
+        "moefold import",
+        "Convert a Hugging Face folder (config.json and safetensors files) to a checkpoint. OUT receives "
         "the weights in their own dtype, recipe.toml to train from them, and hf/ with the tokenizer and a manifest. "
         "A folder of PEFT (adapter_config.json and adapter_model.safetensors) becomes a checkpoint with adapters.",
-        epilog="Under torchrun the ranks share the work. One tensor at a time is in memory, never the model.",
+        "Under torchrun the ranks share the work. One tensor at a time is in memory, never the model.",
     )
     parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.flag("--check", "read the result again and compare every byte")
-    parser.add_argument("--base", metavar="DIR", help="base weights of adapters (default: as in adapter_config.json)")
+    parser.option("--base", str, "DIR", "base weights of adapters (default: as in adapter_config.json)")
     parser.flag("--no-tokenizer", "accept a folder without tokenizer.json")
     parser.flag("--without-mtp", "leave out multi-token prediction (MTP) layers")
     parser.flag("--report", "list the keys of the folder's JSON files: read, constant (without effect), and ignored")

@@ -27,12 +27,10 @@ def add_inference_options(parser: CommandParser) -> None:
 
 def add_ignore_key_option(parser: CommandParser) -> None:
     """Add the option of commands that read a Hugging Face folder."""
-    parser.add_argument(
+    parser.repeated(
         "--ignore-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="key of the folder's JSON files that may have any value, though moefold does not know it; may be repeated",
+        "KEY",
+        "key of the folder's JSON files that may have any value, though moefold does not know it; may be repeated",
     )
 
 

@@ -55,24 +55,21 @@ def run(argv: list[str]) -> int:
 
 
 def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path]:
-    """Parse the arguments NAME, NAME DIR or DIR; return the recipe's name and the folder."""
-    if len(words) == 2:
-        name, folder = words
-    elif not words or words[0] in names:
-        name = (words or [DEFAULT_RECIPE])[0]
-        folder = "."
-    else:
-        name = DEFAULT_RECIPE
-        folder = words[0]
-    guess = _closest_recipe(words[0], names) if words and words[0] not in names else None
-    is_part = bool(words) and any(words[0].lower() in recipe for recipe in names) and words[0] not in names
-    if name not in names or ((guess or is_part) and not Path(folder).is_dir()):
-        matches = [name for name in sorted(names) if words[0].lower() in name]
-        hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
-        if len(matches) > 1:
-            hint = f"these match: {', '.join(matches)}"
-        raise ConfigError(f"{words[0]!r} is not a recipe that comes with moefold; {hint} (moefold init NAME DIR)")
-    return name, Path(folder)
+    """Parse the arguments NAME, NAME DIR, or a DIR that exists; return the recipe's name and the folder."""
+    name, folder = [*(words or [DEFAULT_RECIPE]), "."][:2]
+    if name in names:
+        return name, Path(folder)
+    if len(words) == 1 and Path(name).is_dir():
+        return DEFAULT_RECIPE, Path(name)
+    matches = [recipe for recipe in sorted(names) if name.lower() in recipe]
+    guess = _closest_recipe(name, names)
+    hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
+    if len(matches) > 1:
+        hint = f"these match: {', '.join(matches)}"
+    fault = "is not a recipe that comes with moefold"
+    if len(words) == 1:
+        fault += ", and there is no such folder"
+    raise ConfigError(f"{name!r} {fault}; {hint} (moefold init NAME DIR)")
 
 
 def _closest_recipe(word: str, names: set[str]) -> str | None:
@@ -83,11 +80,7 @@ def _closest_recipe(word: str, names: set[str]) -> str | None:
 
 
 def _list_recipes(sentences: dict[str, str]) -> list[str]:
-    """List recipes by folder, one line each of at most `LIST_WIDTH` columns. Planned variants share a line.
-
-    Args:
-        sentences: description of each recipe, by name.
-    """
+    """List recipes, described by a sentence each, by folder in lines of `LIST_WIDTH`; planned variants share a line."""
     lines = []
     for folder in sorted({name.rpartition("/")[0] for name in sentences}):
         names = [name for name in sentences if name.rpartition("/")[0] == folder]
@@ -141,15 +134,13 @@ def _first_sentence(file: Path) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold init",
-        description="Write a recipe that comes with moefold, and the files that it reads, into a folder.",
-        epilog=EPILOG,
+        "moefold init", "Write a recipe that comes with moefold, and the files that it reads, into a folder.", EPILOG
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[NAME] [DIR]",
-        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
+        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder that exists gets {DEFAULT_RECIPE}",
     )
     parser.flag("--list", "list the recipes, with a sentence on each")
     parser.flag("--force", "replace files that exist")

@@ -43,8 +43,6 @@ def run(argv: list[str]) -> int:
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
         refuse_existing("--picture", arguments.picture, force=arguments.force)
-    # numpy takes a tenth of a second to import, which --help does not need.
-
     balance = read_balance(arguments.run)
     curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
@@ -82,12 +80,12 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold inspect",
-        description="Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
+        "moefold inspect",
+        "Show how evenly the experts of a run were used: load of each layer and expert over time, dead "
         "experts, dropped tokens. Of reinforcement learning, also rewards, lengths, entropy and mismatch over time; of "
         "planned attention, the work of the busiest rank over the mean, and the rows and bytes sent; of a site, how "
         "much weights and routing differ between it and the other sites.",
-        epilog=EPILOG + "".join(f"  {text}\n" for text in MISREAD),
+        EPILOG + "".join(f"  {text}\n" for text in MISREAD),
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run.dir of a training run")
     parser.option("--layer", int, "N", "layer whose experts to show (default: the least even)")
@@ -114,9 +112,7 @@ HOT = "red"
 def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -> None:
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
-    Args:
-        balance: load balance of the run.
-        layer: layer whose experts to print; None selects the least even layer at the end of the run.
+    Without a layer it is the least even one at the end of the run.
     """
     summaries = balance.summaries()
     steps = f"steps {balance.steps[0]} to {balance.steps[-1]}, {len(balance.steps)} recorded in {balance.source}"
@@ -185,11 +181,7 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
 
 
 def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers and the course of each curve; prints nothing without curves.
-
-    Args:
-        title: subject of the curves.
-    """
+    """Print the numbers and the course of each curve; prints nothing without curves."""
     if not curves:
         return
     summaries = [curve.summary() for curve in curves]

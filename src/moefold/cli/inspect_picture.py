@@ -36,11 +36,7 @@ MAX_LOG2_LOAD = 2.0
 def save_picture(
     balance: ExpertBalance, path: Path, rewards: Sequence[MetricCurve] = (), sites: Sequence[MetricCurve] = ()
 ) -> None:
-    """Draw a run's load balance, and its curves of reinforcement learning and sites, into a .png, .svg or .pdf file.
-
-    Raises:
-        ConfigError: the file has another suffix or cannot be written.
-    """
+    """Draw a run's load balance, and its curves of reinforcement learning and sites, into a .png, .svg or .pdf file."""
     check_output_path("--picture", path, PICTURE_SUFFIXES)
     # Avoid pyplot, which would pick a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -83,20 +83,11 @@ def check_listable(layout: Layout) -> None:
         )
 
 
-def parse_layout(arguments: Sequence[str]) -> tuple[Layout, int]:
-    """Return the layout of the arguments and the number of ranks per node; see `parse_words`."""
-    cfg, gpus_per_node, _ = parse_arguments(arguments)
-    return fold_mapping(cfg.parallel), gpus_per_node
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
     """Parse `key=value` or `parallel.key=value`, after an optional recipe.
 
     Returns:
         The config, the number of ranks per node, and whether a recipe describes the model.
-
-    Raises:
-        ConfigError: a key is unknown or a value invalid, the recipe cannot be read, or the degrees do not fold.
     """
     recipe = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
     gpus_per_node = DEFAULT_GPUS_PER_NODE
@@ -152,9 +143,7 @@ def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold layout",
-        description="Show the position of each rank in the attention view and in the MoE view.",
-        epilog=EPILOG,
+        "moefold layout", "Show the position of each rank in the attention view and in the MoE view.", EPILOG
     )
     parser.add_argument(
         "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that override it"

@@ -77,16 +77,7 @@ def save_picture(
     model: ModelConfig | None = None,
     costs: Sequence[StageCost] | None = None,
 ) -> None:
-    """Draw both views of a layout, the experts without folding and the stages into a .png, .svg or .pdf file.
-
-    Args:
-        layout: the two views.
-        gpus_per_node: ranks per node.
-        plan: the pipeline stages; None draws none.
-
-    Raises:
-        ConfigError: the file has another suffix or cannot be written, or there are too many ranks for a picture.
-    """
+    """Draw both views of a layout, the experts without folding and the stages into a .png, .svg or .pdf file."""
     check_output_path("--picture", path, PICTURE_SUFFIXES)
     if layout.world_size > MAX_RANKS:
         raise ConfigError(
@@ -133,12 +124,7 @@ def save_picture(
 
 
 class _Canvas:
-    """Part of a figure, in inches from its upper left corner.
-
-    Args:
-        size: its width and height.
-        box: left, top, width and height of the part.
-    """
+    """Part of a figure of some size: left, top, width and height in inches from the upper left corner."""
 
     def __init__(self, figure: "Figure", size: tuple[float, float], box: tuple[float, float, float, float]) -> None:
         left, top, width, height = box

@@ -240,12 +240,8 @@ def unfolded_experts(layout: Layout) -> DrawnView | None:
 
     Experts are then sharded like attention (etp = tp), ep is a factor of dp, and ep neighbours are tp*cp ranks apart.
 
-    Args:
-        layout: the folded layout.
-
-    Returns:
-        The view with the largest ep that divides both ep and dp; None if the orders are not the default orders or
-        folding changes nothing.
+    Its ep is the largest that divides both ep and dp. None if the orders are not the default orders or folding changes
+    nothing.
     """
     orders = "-".join(layout.attention.axes), "-".join(layout.moe.axes)
     if orders != (DEFAULT_ORDER, DEFAULT_MOE_ORDER):

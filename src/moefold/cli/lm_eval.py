@@ -39,14 +39,14 @@ examples:
 def run(argv: list[str]) -> int:
     """Run `moefold lm-eval` and return the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
-        print_escaped(_help_parser().format_help(), end="")
+        print_escaped(_parser().format_help(), end="")
         return 0
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
         return _run_tasks(argv, rank_env)
 
 
-def _help_parser() -> CommandParser:
+def _parser() -> CommandParser:
     """Build the parser that formats the help; lm_eval parses the arguments."""
     return CommandParser(usage=USAGE, description=DESCRIPTION, add_help=False)
 

@@ -1,7 +1,8 @@
 """Command-line entry point: find the subcommand, run it, and turn user errors into one message.
 
 Each subcommand is a module `moefold.cli.<name>` with `run(argv) -> int`. A module is imported only when its command
-is called, so a command never pays for the imports of another command.
+is called, so a command never pays for the imports of another command. All of them raise ConfigError for what the
+user can mend.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
@@ -62,9 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: success. 1: the command ran and its answer is no, or its run failed. 2: the user's settings cannot work.
     3: `verify` cannot judge the recipe. 130: interrupted.
-
-    Args:
-        argv: the arguments after `moefold`; None takes them from the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     escape_log_lines()
@@ -142,12 +141,22 @@ def _dispatch(argv: list[str]) -> int:
         if name.startswith("-"):
             _parser().parse_args(argv)
             return EXIT_USER_ERROR
-        return int(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run(argv[1:]))
+        return int(_module(name).run(argv[1:]))
     except SystemExit as stop:
         # argparse exits after its help (0) and after its own error message (2).
         if stop.code is None:
             return 0
         return stop.code if isinstance(stop.code, int) else EXIT_USER_ERROR
+
+
+def command_parser(name: str) -> CommandParser:
+    """Return the parser of a command. The parser of lm-eval has its help alone: lm_eval parses its arguments."""
+    parser: CommandParser = _module(name)._parser()
+    return parser
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
 
 
 def _listed_name(name: str) -> str:

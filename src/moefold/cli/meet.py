@@ -52,11 +52,7 @@ async def _serve(listener: socket.socket, host: str, secret: bytes) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="moefold meet",
-        description="Serve the meeting point of the sites of a run.",
-        epilog=EPILOG,
-    )
+    parser = CommandParser("moefold meet", "Serve the meeting point of the sites of a run.", EPILOG)
     parser.option("--host", "127.0.0.1", None, "address to listen on; default: this machine only")
     parser.option("--port", DEFAULT_PORT, None, f"port; default {DEFAULT_PORT}, 0: a free one")
     parser.option("--secret", "", "FILE", "file with the shared secret")

@@ -236,17 +236,18 @@ def _formula_row(memory: RankMemory) -> dict[str, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold memory",
-        description="Show what a step has in memory on each rank: weights, gradients, optimizer, activations by part.",
-        epilog=EPILOG,
+        "moefold memory",
+        "Show what a step has in memory on each rank: weights, gradients, optimizer, activations by part.",
+        EPILOG,
     )
-    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.recipe("the recipe")
     parser.flag("--dry", "use formulas and a model that is only built, not run; any world size")
-    parser.add_argument(
+    parser.option(
         "--device",
+        str,
+        None,
+        "with --dry: device of the kernels (default: the recipe's, or cuda)",
         choices=tuple(KERNEL_PROFILES),
-        help="with --dry: device of the kernels (default: the recipe's, or cuda)",
     )
     parser.option("--imbalance", 1.0, "X", "with --dry: rows of the busiest rank over the mean")
     parser.flag("--json", "print bytes as one JSON object")

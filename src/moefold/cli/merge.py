@@ -38,12 +38,12 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold merge",
-        description="Write the weighted mean of the weights of checkpoints (arXiv:2203.05482). The checkpoints may "
+        "moefold merge",
+        "Write the weighted mean of the weights of checkpoints (arXiv:2203.05482). The checkpoints may "
         "come from any mappings, but must be of one model and trained from the same weights: experts and hidden "
         "dimensions of independent initialisations are in unrelated orders, and such checkpoints are refused. OUT "
         "receives the weights without optimizer moments, and recipe.toml to train from them.",
-        epilog="Under torchrun the ranks share the work. A part of one tensor at a time is in memory, never a model."
+        "Under torchrun the ranks share the work. A part of one tensor at a time is in memory, never a model."
         "\n\nexample:\n  moefold merge runs/math runs/code --weights 1 3 --out merged",
     )
     parser.add_argument(

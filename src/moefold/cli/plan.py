@@ -53,11 +53,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0.
-
-    Raises:
-        ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
-    """
+    """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0."""
     started = time.perf_counter()
     args = _parser().parse_intermixed_args(argv)
     _check_output(args)
@@ -129,9 +125,9 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold plan",
-        description="Find the best mappings of a model on some GPUs by predicted step time: folded, coupled, ZeRO-3.",
-        epilog=EPILOG,
+        "moefold plan",
+        "Find the best mappings of a model on some GPUs by predicted step time: folded, coupled, ZeRO-3.",
+        EPILOG,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")

@@ -23,11 +23,7 @@ example:
 
 
 def run(argv: list[str]) -> int:
-    """Print the error of each row and the means.
-
-    Raises:
-        ConfigError: the table cannot be read.
-    """
+    """Print the error of each row and the means."""
     arguments = _parser().parse_args(argv)
 
     accuracy = validate_predictions(arguments.table)
@@ -42,9 +38,7 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold plan-accuracy",
-        description="Compare the planner's predictions with published measurements.",
-        epilog=EPILOG,
+        "moefold plan-accuracy", "Compare the planner's predictions with published measurements.", EPILOG
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
     parser.flag("--json", "print one JSON object")

@@ -25,11 +25,7 @@ NOTES = (
 
 
 def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
-    """Print the comparison for each sequence length of the option.
-
-    Raises:
-        ConfigError: an option is incompatible, a length is wrong, or nothing fits.
-    """
+    """Print the comparison for each sequence length of the option."""
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
     rows = compare_by_seq_len(request, lengths)

@@ -32,9 +32,6 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     """Predict the best mapping with the given axes and return 1 if it is illegal or does not fit, else 0.
 
     The files of other options are written for this mapping.
-
-    Raises:
-        ConfigError: an axis is wrong, or an option is incompatible with a single mapping.
     """
     axes = parse_axes(args.explain, "--explain")
     _check_options(request.restriction.fixed, axes, args)

@@ -14,11 +14,7 @@ from moefold.topology.layout import fold_mapping
 
 
 def request_from_args(args: argparse.Namespace) -> PlanRequest:
-    """Build the plan request from the options.
-
-    Raises:
-        ConfigError: an option is wrong or missing.
-    """
+    """Build the plan request from the options."""
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
     options = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
@@ -37,11 +33,7 @@ def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") ->
 
 
 def noise_of(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
-    """Return the noise of the options.
-
-    Raises:
-        ConfigError: an option is wrong, or has no effect.
-    """
+    """Return the noise of the options."""
     check_jitter_options(args)
     return Noise(parse_stragglers(parallel, args.straggler), args.jitter, args.seed or 0)
 
@@ -50,9 +42,6 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
     """Return the slowdown of each pipeline rank with a straggler, from options such as `17=1.3`.
 
     A stage waits for the slowest of its ranks.
-
-    Raises:
-        ConfigError: an option is malformed, a rank does not exist, or a faster rank has no effect on its stage.
     """
     layout = fold_mapping(parallel)
     ranks = parse_straggler_factors(options, layout.world_size)
@@ -70,11 +59,7 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
-    """Parse options such as `17=1.3` into the slowdown of each named rank. The largest value of a rank counts.
-
-    Raises:
-        ConfigError: an option is malformed, or a rank does not exist.
-    """
+    """Parse options such as `17=1.3` into the slowdown of each named rank. The largest value of a rank counts."""
     factors = dict[int, float]()
     for word in options:
         rank, _, factor = word.partition("=")
@@ -82,7 +67,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             number = int(rank)
             times = float(factor)
         except ValueError:
-            raise ConfigError(f"--straggler {word!r} must be RANK=FACTOR, such as 17=1.3") from None
+            raise ConfigError(f"--straggler {word} must be RANK=FACTOR, such as 17=1.3") from None
         if not 0 <= number < num_ranks:
             raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):
@@ -92,11 +77,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
 
 
 def check_jitter_options(args: argparse.Namespace) -> None:
-    """Check that --jitter is a small spread, and that --seed has an effect.
-
-    Raises:
-        ConfigError: an option is wrong, or has no effect.
-    """
+    """Check that --jitter is a small spread, and that --seed has an effect."""
     if not 0 <= args.jitter <= 1:
         raise ConfigError(
             f"--jitter {args.jitter:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"

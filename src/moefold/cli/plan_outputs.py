@@ -31,11 +31,7 @@ from moefold.terminal import print_escaped, printable
 
 
 def check_output_paths(args: argparse.Namespace) -> None:
-    """Check that the output files can be written, and that noise options have an output that uses them.
-
-    Raises:
-        ConfigError: a file cannot be written, or a noise option has no effect.
-    """
+    """Check that the output files can be written, and that noise options have an output that uses them."""
     for path in args.timeline:
         check_timeline_file(path)
         refuse_existing("--timeline", path, force=args.force)
@@ -48,11 +44,7 @@ def check_output_paths(args: argparse.Namespace) -> None:
 
 
 def check_contents(request: PlanRequest, args: argparse.Namespace) -> None:
-    """Check the contents of the output files: straggler ranks exist, and a recipe can express the plan.
-
-    Raises:
-        ConfigError: a straggler is wrong, or a recipe cannot express the plan.
-    """
+    """Check the contents of the output files: straggler ranks exist, and a recipe can express the plan."""
     for rank, factor in parse_straggler_factors(args.straggler, request.num_gpus).items():
         if factor < 1:
             raise ConfigError(
@@ -85,11 +77,7 @@ def _check_recipe(request: PlanRequest) -> None:
 
 
 def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
-    """Write the output files that the options ask for.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Write the output files that the options ask for."""
     if args.timeline:
         noise = noise_of(planner.config_for(best).parallel, args)
         timeline = simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise)
@@ -162,15 +150,7 @@ def print_footer(
     argv: Sequence[str],
     seconds: float,
 ) -> None:
-    """Print the best mapping, the assumptions, the accuracy of a prediction and the next command.
-
-    Args:
-        planner: the planner that searched.
-        shown_plans: the mappings of the table, best first.
-        args: the options.
-        argv: the arguments after `moefold plan`.
-        seconds: run time of the command.
-    """
+    """Print the best mapping, the assumptions, the accuracy of a prediction and the next command."""
     console.print()
     print_prose(console, "#1", format_mapping(shown_plans[0]))
     print_documents(console, planner, shown_plans[0])

@@ -25,11 +25,7 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
-    """Refuse options of sites that have no effect with another option.
-
-    Raises:
-        ConfigError: an option of sites is given.
-    """
+    """Refuse options of sites that have no effect with another option."""
     for name in OPTIONS:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect on {option}, which {reason}; leave it out")

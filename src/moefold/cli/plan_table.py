@@ -165,11 +165,7 @@ AXIS_KEYS = (*DEGREES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
-    """Parse the axes of options such as `tp=2,ep=8` or `recompute=norms+moe`.
-
-    Raises:
-        ConfigError: an axis is unknown, a value is invalid, or an axis is set twice.
-    """
+    """Parse the axes of options such as `tp=2,ep=8` or `recompute=norms+moe`."""
     axes: dict[str, Any] = {}
     for word in " ".join(options).replace(",", " ").split():
         key, equals, value = word.partition("=")

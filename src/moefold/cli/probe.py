@@ -144,23 +144,21 @@ def _milliseconds(seconds: float) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold probe",
-        description="Measure this machine and write a device file for moefold plan and moefold simulate.",
-        epilog=EPILOG,
+        "moefold probe", "Measure this machine and write a device file for moefold plan and moefold simulate.", EPILOG
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="device file to write; its name is the device's")
     parser.option("--ranks", int, None, "ranks of this machine (default: all GPUs, or one rank on a CPU)")
     parser.option("--device", "auto", None, "default auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
+    parser.option(
         "--base",
-        metavar="NAME",
-        help=f"device whose other numbers are kept: {', '.join(device_names())}, or a FILE.toml (default: the "
-        "detected one)",
+        str,
+        "NAME",
+        f"device whose other numbers are kept: {', '.join(device_names())}, or a FILE.toml (default: the detected one)",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of attention and experts (default: bfloat16 on GPUs, float32 on a CPU)"
+    parser.option(
+        "--dtype", str, None, "of attention and experts (default: bfloat16 on GPUs, float32 on a CPU)", choices=DTYPES
     )
     parser.option("--rounds", 5, None, "timed rounds of each operation (default 5)")
     parser.option("--json", Path, "FILE", "write measured times and fitted numbers as JSON")
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.flag("--force", "replace files that exist")
     return parser

@@ -52,11 +52,7 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _hf_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end.
-
-    Raises:
-        ConfigError: it is not such a folder and not a checkpoint, or it is a checkpoint of only adapters.
-    """
+    """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end."""
     if is_hf_folder(path) or (path / ADAPTER_CONFIG_FILE).is_file():
         yield path
         return
@@ -83,10 +79,10 @@ def _hf_folder(path: Path) -> Iterator[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold push",
-        description="Upload a model to the Hugging Face hub by one commit. A checkpoint or a run is exported first, "
+        "moefold push",
+        "Upload a model to the Hugging Face hub by one commit. A checkpoint or a run is exported first, "
         "with the defaults of moefold export. The repository is created, private, if it does not exist.",
-        epilog="Log in with `hf auth login`, or set HF_TOKEN. An upload that stops is continued by the same command.\n"
+        "Log in with `hf auth login`, or set HF_TOKEN. An upload that stops is continued by the same command.\n"
         "\nexample:\n  moefold push runs/chat my-org/my-model --dry-run",
     )
     parser.add_argument(

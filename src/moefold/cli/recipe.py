@@ -22,11 +22,7 @@ becomes train.lr_schedule.min_lr=1e-5.
 
 
 def run(argv: list[str]) -> int:
-    """Upgrade recipes in place, or print a setting in its new form.
-
-    Raises:
-        ConfigError: a file cannot be read or upgraded, and none is written; or a file cannot be written.
-    """
+    """Upgrade recipes in place, or print a setting in its new form."""
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.word:
         if len(arguments.files) > 1:
@@ -61,12 +57,8 @@ def _upgrade(files: Sequence[Path]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="moefold recipe",
-        description="Bring recipes of earlier versions into the format of this one.",
-        epilog=EPILOG,
-    )
+    parser = CommandParser("moefold recipe", "Bring recipes of earlier versions into the format of this one.", EPILOG)
     parser.add_argument("action", choices=["upgrade"], help="what to do")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="recipes, changed in place")
-    parser.add_argument("--word", metavar="KEY=VALUE", default="", help="print one setting in its new form instead")
+    parser.option("--word", "", "KEY=VALUE", "print one setting in its new form instead")
     return parser

@@ -53,36 +53,23 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold rollout",
-        description="Sample completions of prompts and score them with a reward function. Starts the ranks itself on\n"
+        "moefold rollout",
+        "Sample completions of prompts and score them with a reward function. Starts the ranks itself on\n"
         "one machine; joins them under torchrun or srun.",
-        epilog=EPILOG,
+        EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
-    parser.add_argument(
-        "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
-    )
+    parser.repeated("--prompts", "FILE", "JSON lines of prompts; may be repeated")
     parser.flag("--skip-bad-rows", "skip rows that are not a prompt, and count them")
     parser.option("--task", "", None, "generated problems instead of prompts", choices=("sort", "add", "countdown"))
     parser.option("--task-size", 4, "N", "as data.task_size in a recipe (4)")
     parser.option("--count", 0, "N", "prompts; 0: all, or 256 problems (0)")
     parser.flag("--held-out", "problems that recipes do not train on")
-    parser.add_argument(
-        "--reward",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="exact, number, sort, countdown, or FILE.py:FUNCTION; may be repeated, for the sum",
+    parser.repeated(
+        "--reward", "NAME", "exact, number, sort, countdown, or FILE.py:FUNCTION; may be repeated, for the sum"
     )
-    parser.add_argument(
-        "--reward-weight",
-        action="append",
-        type=float,
-        default=[],
-        metavar="W",
-        help="factor of a reward in the sum, as often as --reward (1)",
-    )
+    parser.repeated("--reward-weight", "W", "factor of a reward in the sum, as often as --reward (1)", float)
     parser.option("--samples", 8, "G", "completions of each prompt (8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="file to write")
     parser.flag("--force", "replace the file if it exists")

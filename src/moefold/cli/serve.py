@@ -67,10 +67,10 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold serve",
-        description="Serve a model over HTTP: /v1/completions, /v1/chat/completions and /v1/models of the OpenAI API,\n"
+        "moefold serve",
+        "Serve a model over HTTP: /v1/completions, /v1/chat/completions and /v1/models of the OpenAI API,\n"
         "with continuous batching. Starts the ranks itself on one machine; joins them under torchrun or srun.",
-        epilog=EPILOG,
+        EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")

@@ -110,11 +110,7 @@ def run(argv: list[str]) -> int:
 
 
 def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
-    """Report that a step of reinforcement learning is simulated without its rollouts.
-
-    Raises:
-        ConfigError: it would be compared with the steps of a run, which include rollouts.
-    """
+    """Report that a step of reinforcement learning is simulated without its rollouts."""
     if args.run:
         raise ConfigError(
             f"--run {args.run} has rl.group_size={rl.group_size}: its steps have sampling, which is not simulated; "
@@ -212,24 +208,18 @@ def _print(timeline: Timeline) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="moefold simulate",
-        description="Simulate one step of a recipe, on GPUs that need not exist.",
-        epilog=EPILOG,
-    )
+    parser = CommandParser("moefold simulate", "Simulate one step of a recipe, on GPUs that need not exist.", EPILOG)
     parser.add_argument("words", nargs="*", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
     parser.option("--run", Path, "RUN_DIR", "simulate the recipe of this run and compare with its step time")
     parser.option("--gpu", "h100", None, f"{', '.join(device_names())}, or FILE.toml (default h100)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's)")
+    parser.option("--precision", str, None, "number format of GEMMs (default: the recipe's)", choices=PRECISIONS)
     parser.option("--imbalance", 1.0, "X", "busiest ep rank over the mean (default 1)")
     parser.flag("--overlap", "overlap the experts' all-to-all with the compute of another micro-batch")
     help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
-    parser.add_argument("--lengths", metavar="NAME|FILE|RUN", help=help_)
+    parser.option("--lengths", str, "NAME|FILE|RUN", help_)
     add_noise_options(parser)
     add_site_options(parser)
-    parser.add_argument(
-        "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
-    )
+    parser.repeated("--timeline", "FILE", ".json trace or .png, .svg, .pdf", Path)
     parser.flag("--force", "replace files that exist")
     parser.flag("--json", "print the numbers as one JSON object")
     add_part_option(parser)

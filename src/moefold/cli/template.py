@@ -41,13 +41,10 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold template",
-        description="Print a job file that trains a recipe on a cluster; save it with > FILE.",
-        epilog=EPILOG,
+        "moefold template", "Print a job file that trains a recipe on a cluster; save it with > FILE.", EPILOG
     )
     parser.add_argument("scheduler", choices=SCHEDULERS, metavar="SCHEDULER", help="one of those below")
-    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, by the path that the nodes have")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.recipe("the recipe, by the path that the nodes have")
     parser.option("--nodes", int, "N", "number of nodes", required=True)
     parser.option("--gpus-per-node", int, "G", "GPUs of a node, a rank on each", required=True)
     parser.option("--restarts", 3, "R", "starts after a failure, from the newest checkpoint (3)")

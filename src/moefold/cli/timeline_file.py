@@ -43,11 +43,7 @@ MIN_LABELLED_FRACTION = 0.012
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
-    """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
-
-    Raises:
-        ConfigError: the suffix is unknown, or the file cannot be written.
-    """
+    """Write a step as a trace (.json) or draw it (.png, .svg, .pdf)."""
     check_timeline_file(path)
     try:
         if path.suffix.lower() == ".json":
@@ -59,11 +55,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def check_timeline_file(path: Path) -> None:
-    """Check early that the suffix is supported and the path is writable.
-
-    Raises:
-        ConfigError: the suffix is unknown, or the path is not writable.
-    """
+    """Check early that the suffix is supported and the path is writable."""
     if path.suffix.lower() not in (".json", *PICTURE_SUFFIXES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
     check_writable("--timeline", path)

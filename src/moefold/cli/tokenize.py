@@ -55,9 +55,9 @@ def _cores() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold tokenize",
-        description="Convert text, JSON lines, a JSON array or parquet to token files that a run maps into memory.",
-        epilog=EPILOG,
+        "moefold tokenize",
+        "Convert text, JSON lines, a JSON array or parquet to token files that a run maps into memory.",
+        EPILOG,
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders that are read recursively")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder for the token files")

@@ -3,7 +3,7 @@
 import argparse
 from functools import partial
 
-from moefold.cli.command_parser import CommandParser, recipe_and_overrides, report_on_local_rank0
+from moefold.cli.command_parser import OVERRIDES_HELP, CommandParser, recipe_and_overrides, report_on_local_rank0
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -58,7 +58,9 @@ def _start_sites(
     def run_site(number: int, port: int) -> int:
         folders = [f"run.dir={run.dir}/site-{number}"]
         folders += [f"checkpoint.dir={checkpoint.dir}/site-{number}"] if checkpoint.dir else []
-        return main(["train", *argv, f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders])
+        own = (f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders)
+        keys = tuple(word.partition("=")[0] + "=" for word in own)
+        return main(["train", *(word for word in argv if not word.startswith(keys)), *own])
 
     return run_local_sites(run_site, sites.count, sites.min_members, environments)
 
@@ -87,10 +89,9 @@ def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold train",
-        description="Train a model from a recipe. "
-        "Starts the ranks itself on one machine; joins them under torchrun or srun.",
-        epilog="Ctrl-C finishes the step, saves, and exits 130; the same command resumes.",
+        "moefold train",
+        "Train a model from a recipe. Starts the ranks itself on one machine; joins them under torchrun or srun.",
+        "Ctrl-C finishes the step, saves, and exits 130; the same command resumes.",
     )
     parser.add_argument(
         "recipe",
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECIPE.toml",
         help="the recipe, for example recipes/quickstart.toml; without one, the settings change the defaults",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES_HELP)
     parser.add_argument(
         "--keys",
         nargs="?",

@@ -64,9 +64,6 @@ def upcycled_model(
     """Return the model config and the upcycling config, from the dense model and the overrides of the command.
 
     `ignored_keys` are keys of a Hugging Face folder that may have any value.
-
-    Raises:
-        ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
     """
     for word in overrides:
         if not word.startswith(("model.", "checkpoint.upcycle.")):
@@ -110,12 +107,12 @@ def upcycled_model(
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold upcycle",
-        description="Turn a dense model into a model with experts: each expert is a copy of the feed-forward layer, "
+        "moefold upcycle",
+        "Turn a dense model into a model with experts: each expert is a copy of the feed-forward layer, "
         "or, with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
         "checkpoint.upcycle.",
-        epilog="example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 --granularity 2",
+        "example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 --granularity 2",
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")

@@ -31,6 +31,7 @@ from moefold.terminal import print_escaped
 from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
+from moefold.validate.parallel import check_schedule_file
 
 if TYPE_CHECKING:
     from moefold.verify.compare import NamedError, OracleRecord
@@ -102,6 +103,7 @@ def run(argv: list[str]) -> int:
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
+    check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
     check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
@@ -287,15 +289,14 @@ def _check_memory(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="moefold verify",
-        description="Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
+        "moefold verify",
+        "Train some steps in float64 on this machine's CPU, once in one process with plain maths (the "
         "oracle) and once under the recipe's mapping, and compare every loss, gradient and weight. "
         "A gradient that is zero, exactly or but for rounding, is compared with the largest one of its layer, and is "
         "listed. Exit 0: equal. Exit 1: not. Exit 3: cannot judge, as the oracle has no formula for a kind, a key or a "
         "parameter, which the message names.",
     )
-    parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.recipe("the recipe whose mapping to verify")
     parser.flag(
         "--shrink",
         "make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "

@@ -63,13 +63,13 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
     """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` is allowed as in recipes.
 
     The settings of a part, `section.key.setting=value`, are applied after all others: its kind may precede or follow
-    them. Another kind keeps the settings of the recipe that both kinds have.
+    them. Another kind keeps the settings of the recipe that both kinds have. The last value of a key counts.
 
     Args:
         folder: the recipe's folder, for relative paths of parts.
 
     Returns:
-        A message on settings that another kind lacks.
+        Messages on settings that another kind lacks, and on keys that are given twice.
 
     Raises:
         ConfigError: overrides have another form, or name an unknown section or a key of format 1; one error for all.
@@ -82,7 +82,20 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
         except ConfigError as error:
             refused.append(error)
     raise_all(refused)
-    return [message for message in left_out if message]
+    return [message for message in left_out if message] + _replaced_values(overrides)
+
+
+def _replaced_values(overrides: Sequence[str]) -> list[str]:
+    """Return a message on each key whose value a later override replaces."""
+    messages = []
+    values: dict[str, str] = {}
+    for override in overrides:
+        key, value = (word.strip() for word in override.split("=", 1))
+        if values.get(key, value) != value:
+            last, before = (brief_value(parsed_value(text)) for text in (value, values[key]))
+            messages.append(f"{key}={last} replaces {before}, given before it")
+        values[key] = value
+    return messages
 
 
 def _depth(override: str) -> int:

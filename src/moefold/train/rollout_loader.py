@@ -33,13 +33,13 @@ from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
 from moefold.train.kl_reference import KLReference, ReferenceModel
 from moefold.train.log_probs import LogProbCapture
+from moefold.train.mismatch import mismatch_limit
 from moefold.train.position import Position
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
 from moefold.train.round_queue import RoundQueue
 from moefold.train.round_steps import RoundStep, RoundSteps
 from moefold.train.step_data import DataEvent
-from moefold.validate.exactness import mismatch_limit
 
 
 def failed_reward_event(failed: FailedReward) -> DataEvent:

@@ -272,7 +272,7 @@ class Trainer:
             return True
         self._checkpointing.saver.drain()
         if action == "stop":
-            from moefold.validate.exactness import mismatch_advice
+            from moefold.train.mismatch import mismatch_advice
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)

@@ -22,15 +22,15 @@ from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.lora import LORA_RULES
-from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
-from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
+from moefold.validate.memory import OFFLOAD_RULES, validate_memory, validate_recompute
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES, validate_vllm
 from moefold.validate.rollout_experts import validate_rollout_experts
-from moefold.validate.shortcut import SHORTCUT_RULES
+from moefold.validate.shortcut import validate_shortcut
 from moefold.validate.sites import SITES_RULES
-from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_ATTENTION_RULES, SPARSE_TRAINING_RULES
+from moefold.validate.sparse import SPARSE_ATTENTION_RULES, SPARSE_TRAINING_RULES, validate_selection_stages
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
@@ -55,20 +55,15 @@ def validate_layers(cfg: Config) -> Iterator[Problem]:
     yield from {str(problem): problem for problem in layer_problems(cfg)}.values()
 
 
-MODEL_RULES = (
-    validate_layers,
-    *SPARSE_ATTENTION_RULES,
-)
-
-
+MODEL_RULES = (validate_layers, *SPARSE_ATTENTION_RULES)
 RULES = (
     *MODEL_RULES,
-    *ROUTING_RULES,
-    *SHORTCUT_RULES,
-    *SELECTION_STAGE_RULES,
+    validate_routing,
+    validate_shortcut,
+    validate_selection_stages,
     *PARALLEL_RULES,
     *TRAIN_RULES,
-    *RECOMPUTE_RULES,
+    validate_recompute,
     *OFFLOAD_RULES,
     *OVERLAP_RULES,
     *DATA_RULES,
@@ -76,9 +71,17 @@ RULES = (
     *KERNEL_RULES,
     *CUDA_GRAPH_RULES,
 )
-
-
-ROLLOUT_RULES = (validate_rollout_experts, validate_vllm)
+# Inference reads the data section of the training, which names the tokenizer.
+TRAINING_RULES = (
+    *TRAINING_ONLY_RULES,
+    *SPARSE_TRAINING_RULES,
+    *LORA_RULES,
+    *RL_RULES,
+    validate_rollout_experts,
+    validate_vllm,
+    *SITES_RULES,
+    *REGROUP_RULES,
+)
 
 
 def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
@@ -94,20 +97,9 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     raise_all(_slot_problems(cfg))
     raise_all(range_problems(cfg))
     raise_all(validate_layer_words(cfg.model))
-    p = cfg.parallel
-    layout = fold_mapping(p)
-    # Inference reads the data section of the training, which names the tokenizer.
-    training_only = (
-        *TRAINING_ONLY_RULES,
-        *SPARSE_TRAINING_RULES,
-        *LORA_RULES,
-        *RL_RULES,
-        *ROLLOUT_RULES,
-        *SITES_RULES,
-        *REGROUP_RULES,
-    )
-    training_rules = training_only if is_training else ()
-    messages = [message for rule in (*RULES, *training_rules) for message in apply_rule(rule, cfg)]
+    layout = fold_mapping(cfg.parallel)
+    rules = (*RULES, *TRAINING_RULES) if is_training else RULES
+    messages = [message for rule in rules for message in apply_rule(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
     raise_all((*messages, *(problem for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))

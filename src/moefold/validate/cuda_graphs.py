@@ -143,9 +143,6 @@ def check_cuda_graphs_device(run: RunConfig, device_type: str) -> None:
 def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
     """Check that a captured loss function records no metrics: it would record them only once, at the capture.
 
-    Args:
-        metric_names: the metrics that the loss function declares.
-
     Raises:
         ConfigError: a captured loss function has metrics.
     """

@@ -21,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_degrees
+from moefold.topology.rollout_mapping import rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384
 """Longest sample for the C kernel of attention in training, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
@@ -151,9 +151,7 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
 def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool) -> tuple[bool, str]:
     """Return whether training replays the choices of sampling, and a log message if `rl.replay` is "auto".
 
-    Args:
-        model, moe, rl: sections of a recipe of reinforcement learning.
-        is_exact: whether sampling has the bits of training, see `inexact_settings`.
+    `is_exact`: sampling has the bits of training, see `inexact_settings`.
     """
     if not has_moe_layers(model) or rl.replay == "off":
         return False, ""
@@ -176,77 +174,3 @@ def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) ->
     """Return whether counts of the choices of older weights would update the expert bias."""
     has_bias = model.routed is not None and model.routed.router.expert_bias
     return rl.updates > 1 and has_bias and moe.bias_update_rate > 0
-
-
-EXACT_LIMIT = 1e-6
-"""Limit in nats if sampling is bitwise equal to training, in any dtype."""
-STALE_LIMIT = 1.0
-"""Limit in nats on rollouts of older weights: updates cause a mismatch of hundredths, broken weights more."""
-ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
-"""Limit in nats by run.dtype if sampling differs by rounding, which sends some tokens to other experts."""
-
-
-def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool, is_stale: bool = False) -> float:
-    """Return the largest mean mismatch of sampler and training, in nats, of the first step on a round of rollouts.
-
-    Args:
-        run, moe, rl: sections of a recipe of reinforcement learning.
-        is_exact: whether sampling has the bits of training, see `inexact_settings`.
-        is_stale: whether older weights sampled the round (`rl.staleness`).
-    """
-    if is_stale:
-        return max(rl.mismatch_limit, STALE_LIMIT)
-    if rl.mismatch_limit:
-        return rl.mismatch_limit
-    if is_exact:
-        return EXACT_LIMIT
-    if chosen_in(moe, WirePart).rounds:
-        # The rounding of the experts' input is coarser than the rounding of any dtype.
-        return ROUNDING_LIMITS["bfloat16"]
-    return ROUNDING_LIMITS[run.dtype]
-
-
-def mismatch_advice(
-    run: RunConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    train: TrainConfig,
-    rl: RLConfig,
-    rollout: RolloutConfig,
-) -> str:
-    """Return likely causes of a larger mismatch, and ways out."""
-    if rollout.uses_server:
-        causes = (
-            f"the server computes in another dtype than run.dtype={run.dtype!r}; its reload left stale weights or "
-            f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={rollout.folder!r} has "
-            "another RoPE, length, vocabulary or tokenizer than this run"
-        )
-        way_out = (
-            "start the server again, on a GPU or with another version of vLLM, from a folder that moefold "
-            "export wrote of this model, or set rollout.engine='own'"
-        )
-    else:
-        causes, way_out = _own_engine(run, model, parallel, rl, rollout)
-    if rl.staleness:
-        causes = f"training moved the weights that far since they sampled (train.lr={train.lr:g}); {causes}"
-        way_out = f"lower train.lr or rl.staleness={rl.staleness}, or {way_out}"
-    return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
-
-
-def _own_engine(
-    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig
-) -> tuple[str, str]:
-    """Return causes and ways out for the own engine, except changes that the recipe has already."""
-    causes = ["kernels that compute wrongly on this machine"]
-    ways_out = [] if run.kernels == "plain" else ["set run.kernels='plain'"]
-    if run.dtype == "bfloat16":
-        causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
-        ways_out.append("set run.dtype='float32'")
-    # Rollouts of older weights have no recorded choices.
-    if rl.replay != "on" and not rl.staleness and has_moe_layers(model):
-        causes.append("training chooses other experts than sampling")
-        ways_out.append("set rl.replay='on'")
-    if has_rollout_mapping(parallel, rl, rollout):
-        causes.append("stale weights in the copy that samples")
-        ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
-    return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"

@@ -1,4 +1,4 @@
-"""Rules on low-rank adapters, and keys of adapters without effect."""
+"""Rules on low-rank adapters."""
 
 from collections.abc import Iterator
 

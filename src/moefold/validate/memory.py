@@ -104,9 +104,6 @@ def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[Pro
         yield Problem("train.recompute", [AUTO], rule, "name parts, or leave train.offload out")
 
 
-RECOMPUTE_RULES = (validate_recompute,)
-
-
 # core_attention saves the heads that parts of single attentions compute.
 OFFLOAD_KEY = PartListKey("train.offload", lambda: COMMON_PARTS, "saves nothing of its own", "includes it")
 

@@ -74,11 +74,7 @@ class MemoryShortage:
 
 
 def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of each pipeline stage in a training step.
-
-    Args:
-        cfg: a recipe that `check_config` passed.
-    """
+    """Return the minimum memory of a rank of each pipeline stage in a training step of a checked recipe."""
     steps = _step_memory(cfg, device_type)
     if device_type == "cpu":
         # With another placement they are not in the memory of the step.
@@ -192,11 +188,7 @@ def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
 
 
 def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
-    """Return the weight bytes of a rank of each pipeline stage in inference.
-
-    Args:
-        cfg: a config of evaluation or generation that `check_config` passed.
-    """
+    """Return the weight bytes of a rank of each pipeline stage in inference with a checked config."""
     p = cfg.parallel
     sizes = [0] * p.pp
     for stage in plan_stages(cfg).stages:
@@ -207,11 +199,7 @@ def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
 
 
 def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> MemoryShortage | None:
-    """Return the memory that the ranks of a machine lack, or None if they may fit.
-
-    Args:
-        required: minimum memory of a rank of each pipeline stage.
-    """
+    """Return what the ranks of a machine lack, given the minimum of each pipeline stage, or None if they may fit."""
     largest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
     count = len(host.pp_ranks)
     if host.device_type == "cuda":

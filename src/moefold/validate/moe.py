@@ -94,7 +94,6 @@ def _validate_expert_groups(part: RoutedPart) -> Iterator[Problem]:
         yield Problem("model.ffn.moe.router", part.router.kind, rule, f"choose num_groups of {experts // 2} or less")
 
 
-ROUTING_RULES = (validate_routing,)
 TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 

@@ -29,9 +29,7 @@ def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: Ro
 def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[Problem]:
     """Yield a message for each degree with which ranks cannot read each other's experts.
 
-    Args:
-        degrees: tp, ep and etp of sampling.
-        section: section of the recipe that sets them, for the messages.
+    The section of the recipe that sets the degrees is for the messages.
     """
     for axis in ("tp", "etp"):
         if degrees[axis] > 1:
@@ -49,7 +47,6 @@ def check_fetching_ranks(
 
     Args:
         parallel: the mapping of the model that samples.
-        rollout: section [rollout] of the recipe.
         ranks_per_machine: consecutive ranks of a machine, counted from rank 0 of the job.
         first_rank: rank of the job that is rank 0 of the config.
 

@@ -71,6 +71,3 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
                 "parallel.pipeline_layout",
             )
             return
-
-
-SHORTCUT_RULES = (validate_shortcut,)

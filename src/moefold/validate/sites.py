@@ -18,7 +18,6 @@ from moefold.config.sites import SitesConfig
 from moefold.errors import Problem
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
-from moefold.validate.unused_rule import UnusedKeyRule
 
 
 def validate_site_number(checkpoint: CheckpointConfig, sites: SitesConfig) -> Iterator[Problem]:
@@ -159,19 +158,4 @@ SITES_RULES = (
     validate_site_shards,
     validate_site_training,
     validate_site_method,
-)
-
-UNUSED_SITES_KEYS = (
-    UnusedKeyRule(
-        "sites.moments",
-        lambda cfg: cfg.sites.count == 1 and cfg.sites.moments == "average",
-        "sites.count=1 exchanges no moments",
-        "set sites.count",
-    ),
-    UnusedKeyRule(
-        "sites.residual",
-        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.part.wire_format(4) is None,
-        "sites.precision='float32' loses nothing",
-        "choose another sites.precision",
-    ),
 )

@@ -1,4 +1,4 @@
-"""Rules on sparse attention, and keys of sparse attention without effect."""
+"""Rules on sparse attention."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,6 @@ from moefold.config.train import TrainConfig
 from moefold.errors import Problem, Setting
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
-from moefold.validate.unused_rule import UnusedKeyRule
 
 
 def validate_sparse_attention(model: ModelConfig) -> Iterator[Problem]:
@@ -123,15 +122,5 @@ def validate_indexer_warmup(
 
 
 SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)
-SELECTION_STAGE_RULES = (validate_selection_stages,)
 SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
 """Rules only for training, because inference may use longer and shorter texts."""
-
-UNUSED_SPARSE_KEYS = (
-    UnusedKeyRule(
-        "train.recompute train.offload",
-        lambda cfg: cfg.trains_indexers_only,
-        "train.indexer_stage='warmup' saves no activations of the layers",
-        "choose train.indexer_stage='sparse'",
-    ),
-)

@@ -4,12 +4,13 @@ Keys that are absent, or set to their default, are not refused. Options of an ax
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
+from moefold.config.field import ReadIf
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part, Table, default_of_field, settings_of
@@ -17,16 +18,30 @@ from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, group_at
+from moefold.config.suggestions import choices_of, default_of, group_at, join_with_or
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
-from moefold.validate.sites import UNUSED_SITES_KEYS
-from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
-from moefold.validate.unused_rule import UnusedKeyRule, why_unread
+
+MOST_CHOICES = 4
+"""Maximum number of values of a key in a remedy."""
+
+
+@dataclass(frozen=True)
+class UnusedKeyRule:
+    """Keys without effect under a condition, with the reason and the remedy.
+
+    The rule applies to keys that the recipe sets. Keys of a preset are ignored: a recipe that turns a part of the
+    preset's model off need not reset each size of the part.
+    """
+
+    keys: str
+    condition: Callable[[Config], bool]
+    reason: str
+    remedy: str
 
 
 def _has_no(word: str) -> Callable[[Config], bool]:
@@ -65,8 +80,24 @@ LAYER_RULES = (
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
-    *UNUSED_SPARSE_KEYS,
-    *UNUSED_SITES_KEYS,
+    UnusedKeyRule(
+        "train.recompute train.offload",
+        lambda cfg: cfg.trains_indexers_only,
+        "train.indexer_stage='warmup' saves no activations of the layers",
+        "choose train.indexer_stage='sparse'",
+    ),
+    UnusedKeyRule(
+        "sites.moments",
+        lambda cfg: cfg.sites.count == 1 and cfg.sites.moments == "average",
+        "sites.count=1 exchanges no moments",
+        "set sites.count",
+    ),
+    UnusedKeyRule(
+        "sites.residual",
+        lambda cfg: cfg.sites.precision == "float32" and cfg.sites.part.wire_format(4) is None,
+        "sites.precision='float32' loses nothing",
+        "choose another sites.precision",
+    ),
     UnusedKeyRule(
         "model.ffn.moe checkpoint.upcycle moe.capacity_factor moe.drop_policy moe.drop_scope moe.pad_to_capacity "
         "moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts moe.eval_capacity_factor moe.aux_kind "
@@ -194,7 +225,6 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 
     Args:
         explicit_keys: keys that the recipe and its overrides set, as "section.key", without the keys of a preset.
-        cfg: the resulting config.
 
     Raises:
         ConfigError: one line for each such setting.
@@ -231,8 +261,7 @@ def is_within(name: str, key: str) -> bool:
 def without_idle_keys(model: ModelConfig) -> ModelConfig:
     """Return a model with defaults for the settings that no layer reads, because a recipe may not set them.
 
-    Args:
-        model: the model; the other sections are assumed to have defaults.
+    The other sections are assumed to have defaults.
     """
     cfg = Config(model=model)
     for name in idle_keys(cfg) if _has_layers(model) else ():
@@ -242,12 +271,7 @@ def without_idle_keys(model: ModelConfig) -> ModelConfig:
 
 
 def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy.
-
-    Args:
-        cfg: the recipe.
-        names: keys whose conditions are checked; None: all keys.
-    """
+    """Return the keys without effect, of some or all, in a recipe whose layers exist, with reason and remedy."""
     idle: dict[str, tuple[str, str]] = {}
     # Rules come first, because their reasons are better than the conditions of single keys.
     for rule in UNUSED_KEY_RULES:
@@ -265,6 +289,44 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
             for name in unused.names.split():
                 idle.setdefault(name, (unused.reason, unused.remedy))
     return idle
+
+
+def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
+    """Return reason and remedy for a key that is not read under its conditions; None if it is read."""
+    for condition_mark in marks:
+        conditions = condition_mark.conditions.split()
+        values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}
+        if not any(holds(condition, value) for condition, value in values.items()):
+            terms = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
+            return f"nothing reads it with {terms}", f"set {join_with_or(list(map(_way_out, conditions)))}"
+    return None
+
+
+def _parse(condition: str) -> tuple[str, list[str], bool]:
+    """Return key and values of a condition, and whether the key must have one of them; no values: not its default."""
+    key, _, words = condition.partition("=")
+    return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
+
+
+def holds(condition: str, value: Any) -> bool:
+    """Return whether a value meets a condition on its key."""
+    key, words, must_equal = _parse(condition)
+    if not words:
+        return bool(value != default_of(*key.split(".", 1)))
+    return (shown_value(value).strip("'") in words) is must_equal
+
+
+def _way_out(condition: str) -> str:
+    """Return a key with the values that meet a condition; only the key if it has many values."""
+    key, words, must_equal = _parse(condition)
+    default = default_of(*key.split(".", 1))
+    if isinstance(default, bool) and not words:
+        words = [shown_value(not default)]
+    elif not words or not must_equal:
+        choices = [choice for choice in choices_of(*key.split(".", 1)) if choice not in (words or [default])]
+        words = choices if len(choices) <= MOST_CHOICES else []
+    values = [repr(word) if isinstance(default, str) else str(word) for word in words]
+    return f"{key}={join_with_or(values)}" if values else key
 
 
 def _has_layers(model: ModelConfig) -> bool:

@@ -69,12 +69,9 @@ def run_oracle(
     objective: OracleLoss | None = None,
     data: ProgramData | None = None,
 ) -> OracleRecord:
-    """Train `num_steps` steps of the oracle in float64 in this process.
+    """Train some optimizer steps of the oracle in float64 in this process.
 
     Args:
-        cfg: the recipe.
-        num_steps: optimizer steps.
-        on_progress: called with a text on the next work.
         objective: the loss of a micro-batch; None: the recipe's loss.
         data: the samples of data.kind="program"; None: the recipe's samples.
 
@@ -113,12 +110,7 @@ def run_oracle(
 
 
 def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecord:
-    """Return the results of one rank of the same code, which replace the oracle's.
-
-    Args:
-        train: the section of the recipe.
-        alone: record of that rank.
-    """
+    """Return the results of one rank of the same code, which replace the oracle's."""
     gain = _rounding_gain(train, len(alone.steps))
     return OracleRecord(alone.initial, alone.gradients, alone.weights, alone.steps, alone.eval_loss, gain)
 
@@ -165,7 +157,6 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
     the gradients of earlier layers, which then come last.
 
     Args:
-        differences: differences from `compare_records`.
         weights: names of parameters and buffers in the order of the model.
     """
     errors = list(differences)

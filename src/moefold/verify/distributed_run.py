@@ -62,16 +62,12 @@ def run_on_groups(
     loss: LossFunction | None = None,
     data: ProgramData | None = None,
 ) -> DistributedRecord:
-    """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
+    """Train one or more steps on the groups of the recipe's mapping. Collective.
 
     Records the gradients of the first step, before clipping, if the optimizer has gradients, and evaluates the final
     weights on the first validation batch.
 
     Args:
-        groups: the groups of the mapping.
-        cfg: the recipe.
-        num_steps: optimizer steps, at least 1.
-        on_progress: called with a text on the next work.
         loss: the loss; None: the recipe's loss.
         data: the samples of data.kind="program"; None: the recipe's samples.
     """

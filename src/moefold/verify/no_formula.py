@@ -15,15 +15,7 @@ from moefold.errors import NoFormulaError, format_list
 
 
 def unknown_kind(key: str, value: Never) -> NoReturn:
-    """Refuse a value of a kind that no case of the oracle names.
-
-    Args:
-        key: the recipe key, or the argument of a loss.
-        value: its value.
-
-    Raises:
-        NoFormulaError: always.
-    """
+    """Raise NoFormulaError for a value of a key, or of an argument of a loss, that no case of the oracle names."""
     no_formula(f"{key}={value!r}")
 
 
@@ -64,15 +56,7 @@ def _no_formula_of(part: Part, name: str = "") -> NoReturn:
 
 
 def no_formula(name: str, file: str = "verify/oracle*.py") -> NoReturn:
-    """Refuse a key, parameter or buffer that the oracle cannot judge.
-
-    Args:
-        name: the key and value, parameter or buffer.
-        file: the files whose formulas lack it.
-
-    Raises:
-        NoFormulaError: always.
-    """
+    """Raise NoFormulaError for a key, parameter or buffer that has no formula in some files of the oracle."""
     raise NoFormulaError(
         f"the oracle has no formula for {name}, so this recipe cannot be judged; leave it out, or write its formula in "
         f"moefold/{file} (docs/extending.md)"

@@ -2,8 +2,8 @@
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
 every token. Parameters are addressed by name only. The formula of a part is in the part's folder; `oracle_routing` has
-the router, `oracle_attention` RoPE, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the frame of
-the optimizers.
+the router, `oracle_attention` RoPE and the selection of sparse attention, `oracle_optimizer` the frame of the
+optimizers.
 """
 
 import math
@@ -36,8 +36,7 @@ from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
 from moefold.verify.no_formula import formula_of, no_formula, no_formula_of_weights
-from moefold.verify.oracle_attention import apply_rope, document_positions, hidden_keys
-from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
+from moefold.verify.oracle_attention import OracleIndexer, apply_rope, document_positions, hidden_keys, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
 from moefold.verify.oracle_optimizer import OracleOptimizer, oracle_rate
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
@@ -185,10 +184,8 @@ class Oracle:
     def check_keys(self, *, has_rounds: bool = False) -> None:
         """Refuse a recipe that sets a key that no formula has read, after steps and an evaluation.
 
-        Keys without effect in this recipe are ignored: a preset may set them.
-
-        Args:
-            has_rounds: whether rounds of sites are also compared.
+        Keys without effect in this recipe are ignored: a preset may set them. `has_rounds`: rounds of sites are also
+        compared.
 
         Raises:
             NoFormulaError: there is such a key.

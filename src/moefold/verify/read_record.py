@@ -16,13 +16,13 @@ class ReadRecord:
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def watch(self, value: T, prefix: str = "") -> T:
+    def watch(self, value: T) -> T:
         """Return a stand-in for a dataclass instance that records the reads of its fields.
 
         Sections, tables, and parts with `framed` fields are also watched. A property reads fields through the stand-in,
         so they are recorded. A method reads the instance itself, without a record.
         """
-        return cast(T, _Watched(value, prefix, self.names))
+        return cast(T, _Watched(value, "", self.names))
 
     def unread(self, value: Any, prefix: str = "") -> Iterator[str]:
         """Yield the names of unread fields of a dataclass instance that differ from their default.

@@ -168,7 +168,7 @@ class AccessLog:
             try:
                 self._append("")
             except OSError as error:
-                raise ConfigError(f"--access-log {name!r} cannot be written: {error.strerror}") from error
+                raise ConfigError(f"--access-log {name} cannot be written: {error.strerror}") from error
 
     def write(self, line: str) -> None:
         """Write a line; if the file is no longer writable, warn once and continue."""
@@ -179,7 +179,7 @@ class AccessLog:
             self._append(printable(line) + "\n")
         except OSError as error:
             if not self._has_failed:
-                words = f"moefold: warning: --access-log {self._name!r} cannot be written ({error.strerror})"
+                words = f"moefold: warning: --access-log {self._name} cannot be written ({error.strerror})"
                 print_escaped(words, file=sys.stderr, flush=True)
             self._has_failed = True
 
