@@ -8,7 +8,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.config.schema import config_to_dict
 from moefold.data.sample import PADDING_DOCUMENT
-from moefold.planner.lengths.document_source import open_document_samples
+from moefold.planner.lengths.samples import open_document_samples
 from moefold.recipe import load_config
 
 RECIPE = """

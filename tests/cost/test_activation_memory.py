@@ -272,9 +272,7 @@ def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parall
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [*SCHEDULES[1:4], SCHEDULES[5], *slow([SCHEDULES[0], SCHEDULES[4], SCHEDULES[6]])]
-)
+@pytest.mark.parametrize(("schedule", "chunks"), [SCHEDULES[1], SCHEDULES[3], SCHEDULES[5], *slow(SCHEDULES[::2])])
 def test_the_formula_is_close_to_measured_memory_of_every_schedule(pool, schedule, chunks):
     cfg = _small_pipeline(schedule, chunks, (), world_size=2)
     ranks = measure_ranks(pool, cfg)
@@ -401,9 +399,8 @@ def test_pairs_hold_more_micro_batches():
         {"tp": 2, "overlap_tp": True},
         *slow([({"ep": 2},), ({"cp": 2, "context": "ulysses"},), ({"zero": 2},)]),
         {"etp": 2},
-        {"cp": 2},
+        {"cp": 2, "zero": 0},
         {"ep": 2, "dispatcher": "allgather"},
-        {"zero": 0},
         {"zero": 3, "ep": 2},
     ],
     ids=lambda parallel: "-".join(f"{key}{value}" for key, value in parallel.items()),
@@ -450,7 +447,7 @@ def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, et
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", *slow([("allgather",)])])
 def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
     cfg = memory_config(
         "bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher

@@ -13,6 +13,7 @@ from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.parallel.recorded_graphs import TapeRecorder
+from tests.slow import slow
 from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import tiny
 
@@ -45,7 +46,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
         ({"ffn.moe.router.bias": True, "ffn.moe.router": "sigmoid"}, "bfloat16", {"world_size": 2, "zero": 1, "ep": 2}),
     ],
 )
-@pytest.mark.parametrize("mode", ["attention", "attention_router"])
+@pytest.mark.parametrize("mode", ["attention_router", *slow([("attention",)])])
 def test_bytes_at_fixed_addresses_equal_the_formula(pool, mode, model, dtype, mapping):
     cfg = tiny(model=model, train={"micro_batch_size": 2, "global_batch_size": 8}, **mapping)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="plain"))

@@ -1,6 +1,7 @@
 """Two passes that take turns: the tensors that are in memory at the same time, at each point."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.activation_columns import activation_table, recomputes_comm
+from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.memory_columns import ModelChunk, columns_of, recipe_chunk
 from moefold.cost.overlap_memory import (
@@ -89,7 +90,7 @@ def test_a_forward_pass_ends_with_the_tensors_that_a_backward_pass_begins_with(p
     (stage,) = plan_stages(cfg).stages
     chunk = recipe_chunk(cfg.model, stage.parts)
     forward, backward = _intervals(cfg, chunk, splits_backward=False)
-    table = activation_table(formula, cfg.model.distinct_kinds)
+    table = activation_table(formula, cfg.model.distinct_kinds, partial(layer_table, formula))
     sizes = table.sum(axis=0)
     saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.block_kinds), formula.embedding() + formula.head())
     saved += formula.mtp_layer()

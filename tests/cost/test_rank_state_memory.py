@@ -1,7 +1,6 @@
 """Bytes of weights and optimizer state by formula equal the real sharded model's, on any rank, to the byte."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,7 +21,7 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("forks_without_threads")
 
 
-@pytest.mark.parametrize("seed", [*range(10), *slow((seed,) for seed in range(10, 24))])
+@pytest.mark.parametrize("seed", [*range(8), *slow((seed,) for seed in range(8, 24))])
 def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     check_every_byte(seed, random_config(seed))
 
@@ -92,7 +91,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     assert RankStateMemory(cfg).max_by_pp_rank[0].gathered == expected
 
 
-@pytest.mark.parametrize("seed", [*range(6), *slow((seed,) for seed in range(6, 12))])
+@pytest.mark.parametrize("seed", [*range(3), *slow((seed,) for seed in range(3, 12))])
 def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
     cfg = random_config(seed)
     one = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1))
@@ -123,16 +122,3 @@ def test_an_update_that_needs_more_than_the_passes_counts():
     assert rank.optimizer_in_transit == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
     assert compute_rank_memory(without)[0].optimizer_in_transit == 0
-
-
-def test_a_thousand_ranks_cost_milliseconds():
-    cfg = Config(
-        model=model_of({"preset": "", "layers": 64, "ffn.moe.num_experts": 128}),
-        parallel=ParallelConfig(world_size=1024, tp=4, pp=16, ep=64),
-        train=TrainConfig(global_batch_size=1024),
-    )
-    check_config(cfg)
-    started_s = time.process_time()
-    for _ in range(10):
-        assert len(RankStateMemory(cfg).max_by_pp_rank) == 16
-    assert (time.process_time() - started_s) / 10 < 0.01

@@ -17,6 +17,7 @@ from moefold.planner.accuracy import (
     validate_predictions,
 )
 from moefold.planner.search.constraints import METHODS
+from tests.slow import slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 PUBLISHED = Path(__file__).parent / "published"
@@ -33,9 +34,13 @@ def new():
     return validate_predictions(PUBLISHED / "calibration_2026.csv")
 
 
-@pytest.fixture(scope="module")
-def dense():
-    return validate_predictions(PUBLISHED / "dense_calibration.csv")
+@pytest.fixture(scope="module", params=[2, *slow([(1,)])])
+def dense(request, tmp_path_factory):
+    """One of two rows of the table in `make test`."""
+    head, *lines = (PUBLISHED / "dense_calibration.csv").read_text().splitlines(keepends=True)
+    some = tmp_path_factory.mktemp("dense") / "some.csv"
+    some.write_text(head + "".join(lines[:: request.param]))
+    return validate_predictions(some)
 
 
 def of(accuracy, gpu, precision):
@@ -56,7 +61,7 @@ def test_all_rows_with_a_complete_mapping_are_within_ten_per_cent(moe, dense):
 
 def test_the_recomputation_of_a_row_is_believed_unless_the_run_cannot_have_fitted(moe, dense):
     llama = [p for p in dense.predictions if p.row["model"] == "LLAMA3.1_405B" and "[26" in p.row["source"]]
-    assert len(llama) >= 40
+    assert len(llama) >= 20
     assert {p.mapping.recompute for p in llama} == {()}
     scout = [p for p in moe.predictions if "no AC" in p.row["note"] and p.row["n_gpus"] == "256"]
     assert [p.mapping.recompute for p in scout] == [("layer",)] * len(scout)

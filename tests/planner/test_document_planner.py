@@ -46,7 +46,7 @@ def request(world_size: int, **fixed) -> PlanRequest:
 
 
 def test_the_best_mapping_of_every_fold_is_found_with_documents():
-    asked = request(8)
+    asked = request(8, pp=1)
     search = Planner(asked).search.searches[make_part("context", "ring")]
     plans = found_by(search, 1000)
     found = {plan.mapping: plan.time.total_s for plan in plans}
@@ -89,18 +89,18 @@ def test_each_fold_gets_its_fastest_strategy():
 
 
 def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
-    asked = request(8, pp=1, etp=1)
+    asked = request(8, pp=1, etp=1, tp=1)
     every = Planner(asked)
     ranking = every.search.plans_below(float("inf"))
-    joint = Planner(request(8, pp=1, etp=1))
+    joint = Planner(request(8, pp=1, etp=1, tp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
     # Between two times: a fold is priced by itself or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
-    few = request(8, pp=1, etp=1)
+    few = request(8, pp=1, etp=1, tp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
-    assert 0 < len(few.workload.attention._rounds) < len(asked.workload.attention._rounds) / 2
+    assert 0 < len(few.workload.attention.known_rounds) < len(asked.workload.attention.known_rounds) / 2
 
 
 def test_the_recipes_own_strategy_wins_ties():
@@ -120,7 +120,7 @@ def test_the_recipes_own_strategy_wins_ties():
 
 def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
     own = make_part("context", "planned", placement="documents", hosts="balanced", tolerance=0.2, pool=4, block=64)
-    asked = request(8, pp=1, tp=2)
+    asked = request(8, pp=1, tp=2, etp=1)
     cfg = replace(asked.base_config, parallel=replace(asked.base_config.parallel, context=own), moe=MoEConfig())
     loads = asked.workload.attention
     asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=replace(loads, strategy=own)))

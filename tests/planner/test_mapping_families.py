@@ -50,14 +50,15 @@ def planner_of(
 @pytest.mark.parametrize(("model", "num_gpus"), [("olmoe-1b-7b", 8), *slow([("tiny", 8), ("mixtral-8x7b", 32)])])
 def test_every_family_is_the_best_of_its_part_of_the_space(model, num_gpus):
     groups = [*FAMILIES.values()]
-    together = planner_of(model, num_gpus, {"cp": 1}).search.find(groups)
+    fixed = {"cp": 1, "pp": 1}
+    together = planner_of(model, num_gpus, fixed).search.find(groups)
     for group, found in zip(groups, together, strict=True):
         zeros = group.zero_stages
-        alone = [planner_of(model, num_gpus, {"cp": 1, "zero": zero}).search.find([group])[0] for zero in zeros]
+        alone = [planner_of(model, num_gpus, fixed | {"zero": zero}).search.find([group])[0] for zero in zeros]
         assert bool(found) == any(alone)
         if found:
             assert found[0].time.total_s == pytest.approx(min(p[0].time.total_s for p in alone if p), rel=1e-12)
-    families = {one.name: one.plan for one in best_of_families(planner_of(model, num_gpus, {"cp": 1}))}
+    families = {one.name: one.plan for one in best_of_families(planner_of(model, num_gpus, fixed))}
     assert families
     fastest_s = min(found[0].time.total_s for found in together if found)
     for (name, plan), found in zip(families.items(), filter(None, together), strict=True):
@@ -177,19 +178,20 @@ def test_a_family_names_its_fastest_mapping_which_the_ranking_has(capsys, monkey
 def test_the_command_shows_the_families_and_writes_the_chosen_one(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     recipe = tmp_path / "planned.toml"
-    assert main([*SMALL, "--take", "fsdp", "--recipe", str(recipe)]) == 0
+    few = [*SMALL, "--fix", "cp=1,pp=1"]
+    assert main([*few, "--take", "fsdp", "--recipe", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines() if not line.startswith("next:")) <= 80
     assert "Megatron-Bridge counts half: x" in " ".join(out.split())
     assert " from " in out
     assert "zero = 3" in recipe.read_text()
-    assert main([*SMALL, "--json", "--top", "1"]) == 0
+    assert main([*few, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unmeasured_constants"] == list(DECIDING_CONSTANTS)
     families = found["families"]
     assert set(families) <= set(FAMILIES)
     assert all(one["nearest_source"] for one in families.values())
-    assert main([*SMALL, "--fix", "zero=1", "--take", "fsdp"]) == 2
+    assert main([*few, "zero=1", "--take", "fsdp"]) == 2
     assert "--take fsdp: no such mapping is legal and fits" in capsys.readouterr().err
 
 
@@ -201,7 +203,7 @@ def test_a_plan_says_which_deciding_constants_are_unmeasured_on_the_device(capsy
     for measured, missing in ((list(DECIDING_CONSTANTS)[1:], ["host_launch_s"]), (list(DECIDING_CONSTANTS), [])):
         path = tmp_path / f"{len(measured)}.toml"
         path.write_text(head + "".join(f'{key} = "make gpu"\n' for key in measured))
-        command = [*SMALL[:3], str(path), *SMALL[4:], "--fix", "zero=1,cp=1,pp=1"]
+        command = [*SMALL[:3], str(path), *SMALL[4:], "--fix", "zero=1,cp=1,pp=1,tp=1,etp=1"]
         assert main(command) == 0
         out = capsys.readouterr().out
         assert max(len(line) for line in out.splitlines() if not line.startswith("next:")) <= 80

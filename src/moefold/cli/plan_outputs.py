@@ -20,7 +20,7 @@ from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.lengths.document_source import describe_cuts
+from moefold.planner.lengths.samples import describe_cuts
 from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS

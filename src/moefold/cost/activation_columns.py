@@ -1,7 +1,6 @@
 """Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,16 +33,14 @@ OFFLOADED_LABELS = {
 
 
 def activation_table(
-    formula: ActivationMemory, layers: Sequence[Layer], table_of_layer: Callable[[Layer], ByteTable] | None = None
+    formula: ActivationMemory, layers: Sequence[Layer], table_of_layer: Callable[[Layer], ByteTable]
 ) -> ByteTable:
     """Return the bytes of each column by part with nothing offloaded, [`PARTS`, `MemoryColumns`].
 
     Args:
-        formula: activation memory of the recipe, or of a mapping of it.
         layers: distinct layers of the model, in the order of the columns.
-        table_of_layer: `layer_table` of the formula by kind, where some are known; None: none is.
+        table_of_layer: returns `layer_table` of the formula for a kind.
     """
-    table_of_layer = table_of_layer or partial(layer_table, formula)
     of_layers = np.stack([table_of_layer(layer.kind) for layer in layers], axis=-1)
     ends = end_columns(formula)
     return np.hstack([of_layers.reshape(len(PARTS), -1), _by_part(ends[name] for name in END_COLUMNS)])
@@ -51,7 +48,14 @@ def activation_table(
 
 def layer_table(formula: ActivationMemory, kind: Layer) -> ByteTable:
     """Return the bytes of a layer of a kind by part, [`PARTS`, `LAYER_COLUMNS`]."""
-    found = layer_columns(formula, kind)
+    found = {
+        "saved": formula.saved_by_kind[kind],
+        "transient": formula.transient[kind],
+        "recompute_peak": formula.recompute_peak[kind],
+        "delayed_wgrad": formula.delayed_wgrad_layer(kind),
+        "concurrent_wgrad": formula.delayed_wgrad_concurrent(kind),
+        **_snapshot_points(formula, kind),
+    }
     return _by_part(found.get(name, BytesByPart()) for name in LAYER_COLUMNS)
 
 
@@ -89,18 +93,6 @@ def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
         "delayed_mtp": formula.delayed_wgrad_mtp() if has_mtp else BytesByPart(),
         "hidden": BytesByPart(pipeline=formula.hidden_bytes),
         "in_transit": BytesByPart(),
-    }
-
-
-def layer_columns(formula: ActivationMemory, kind: Layer) -> dict[str, BytesByPart]:
-    """Return the bytes of `LAYER_COLUMNS` of a layer of a kind."""
-    return {
-        "saved": formula.saved_by_kind[kind],
-        "transient": formula.transient[kind],
-        "recompute_peak": formula.recompute_peak[kind],
-        "delayed_wgrad": formula.delayed_wgrad_layer(kind),
-        "concurrent_wgrad": formula.delayed_wgrad_concurrent(kind),
-        **_snapshot_points(formula, kind),
     }
 
 
@@ -168,19 +160,10 @@ def _forward_snapshots(formula: ActivationMemory, kind: Layer, points: tuple[str
         live + without_recompute.experts.saved_by_experts() - indices + all_outputs + experts.expert_transient()
     )
     summing = live + saved_by_experts + experts.expert_outputs() + experts.combine_buffer()
-    return dict(
-        zip(
-            points,
-            (
-                _larger(before_dispatch, during_dispatch),
-                during_dispatch,
-                _larger(running_experts, during_combine),
-                during_combine,
-                summing,
-            ),
-            strict=True,
-        )
-    )
+    before_dispatch = _larger(before_dispatch, during_dispatch)
+    running_experts = _larger(running_experts, during_combine)
+    live_at = (before_dispatch, during_dispatch, running_experts, during_combine, summing)
+    return dict(zip(points, live_at, strict=True))
 
 
 def _live_during_dispatch(formula: ActivationMemory, kind: Layer) -> BytesByPart:

@@ -59,17 +59,20 @@ class ActivationMemory(LayerSizes):
 
     def layer_saved(self, kind: Layer) -> BytesByPart:
         """Return the bytes that a layer of a kind saves for backward, without its input."""
+        selector = kind.attention.selector
         if self.trains_indexers_only:
-            return self._saved_in_warmup(kind)
+            if selector is None:
+                return BytesByPart()
+            return selector.saved_in_warmup(self, kind.core.heads, kind.attention.index_source)
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
             saved = BytesByPart({"residual stream": self.hidden_bytes}) + kind.ffn.saved_if_recomputed(self)
-            selector = kind.attention.selector
             if selector is None or selector.is_shared or not shares_selections(self.model):
                 return saved
             # A selection and the tensors for its loss outlive the layer, because later layers use them.
             return saved + selector.selection_bytes(self) + selector.index_bytes(self)
-        saved = self._attention_saved(kind) + kind.ffn.saved(self) + self._saved_by_adapters(kind)
+        attention = self._known_or_estimated(kind, kind.attention.saved(self))
+        saved = attention + kind.ffn.saved(self) + self._saved_by_adapters(kind)
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
 
@@ -79,20 +82,12 @@ class ActivationMemory(LayerSizes):
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """
         saved = BytesByPart()
-        lora = self.lora
-        for weight in adapted_layer_weights(kind, lora):
+        for weight in adapted_layer_weights(kind, self.lora):
             if not weight.is_expert:
                 # Over tp, A x is gathered before a column-parallel B, and scattered before the B of a row-parallel W.
                 tokens = self.gathered_tokens if weight.tp_dim == 0 else self.tokens
-                saved[weight.part.replace("_", " ").replace("mlp", "MLP")] += tokens * lora.rank * self.item_bytes
+                saved[weight.part.replace("_", " ").replace("mlp", "MLP")] += tokens * self.lora.rank * self.item_bytes
         return saved
-
-    def _saved_in_warmup(self, kind: Layer) -> BytesByPart:
-        """Return the saved bytes of a layer in which only the indexer is trained."""
-        selector = kind.attention.selector
-        if selector is None:
-            return BytesByPart()
-        return selector.saved_in_warmup(self, kind.core.heads, kind.attention.index_source)
 
     def _transient_in_warmup(self, kind: Layer) -> BytesByPart:
         """Return the temporary bytes of a layer that trains only its indexer: of the loss, or of the experts."""
@@ -103,17 +98,10 @@ class ActivationMemory(LayerSizes):
         scores = BytesByPart({"core attention": loss, "residual stream": self.hidden_bytes})
         return max(scores, experts, key=BytesByPart.total)
 
-    def _attention_saved(self, kind: Layer) -> BytesByPart:
-        """Return the saved bytes of attention, estimated from its matrices if the part has no formula."""
-        saved = kind.attention.saved(self)
-        return self._estimated_attention(kind) if saved is None else saved
-
-    def _attention_wgrad(self, kind: Layer) -> BytesByPart:
-        delayed = kind.attention.delayed_wgrad(self)
-        return self._estimated_attention(kind) if delayed is None else delayed
-
-    def _estimated_attention(self, kind: Layer) -> BytesByPart:
-        """Estimate the bytes of the inputs and outputs of the matrices of attention, with the norm before it."""
+    def _known_or_estimated(self, kind: Layer, known: BytesByPart | None) -> BytesByPart:
+        """Return the bytes by the formula of attention; else of its matrices' inputs and outputs, and a norm."""
+        if known is not None:
+            return known
         tp = self.parallel.tp
         matrices = [w.shard(tp, 1, 1) for w in kind.params if w.name.startswith("attention.") and w.is_matrix]
         width = sum(weight.shape[0] + weight.shape[1] for weight in matrices)
@@ -124,7 +112,7 @@ class ActivationMemory(LayerSizes):
         """Return the bytes of a layer's GEMM inputs and output gradients."""
         if self.trains_indexers_only:
             return BytesByPart()
-        return self._attention_wgrad(kind) + kind.ffn.delayed_wgrad(self)
+        return self._known_or_estimated(kind, kind.attention.delayed_wgrad(self)) + kind.ffn.delayed_wgrad(self)
 
     def delayed_wgrad_concurrent(self, kind: Layer) -> BytesByPart:
         """Return delayed weight-gradient bytes that exist while the layer's saved tensors do."""
@@ -149,8 +137,7 @@ class ActivationMemory(LayerSizes):
         """
         if not (self.loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
             return 0
-        rows = self.vocab_rows
-        return rows * self.model.hidden_size * self.high_precision_bytes
+        return self.vocab_rows * self.model.hidden_size * self.high_precision_bytes
 
     @property
     def transient_loss(self) -> int:
@@ -192,9 +179,9 @@ class ActivationMemory(LayerSizes):
     @property
     def delayed_wgrad_head(self) -> int:
         """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
-        width = self.model.hidden_size + self.vocab_rows
-        is_frozen = self.trains_indexers_only
-        return 0 if self.loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
+        if self.loss_chunk_tokens or self.trains_indexers_only:
+            return 0
+        return self.gathered_tokens * self.item_bytes * (self.model.hidden_size + self.vocab_rows)
 
     @cached_property
     def saved_by_kind(self) -> dict[Layer, BytesByPart]:
@@ -262,13 +249,10 @@ class ActivationMemory(LayerSizes):
         The loss saves the local row of each label and the log-sum-exp. It saves all logits as the GEMM returns them, or
         tile by tile as exponentials in high precision.
         """
-        model = self.model
-        p = self.parallel
-        saved = BytesByPart()
-        saved["norms"] += self.hidden_norm()
-        gathers = p.tp > 1
-        saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
-        if model.logits_divisor != 1:
+        saved = BytesByPart(norms=self.hidden_norm())
+        gathered = self.gathered_tokens * self.model.hidden_size * self.item_bytes
+        saved["logits" if self.parallel.tp > 1 else "norms"] += gathered
+        if self.model.logits_divisor != 1:
             # The input of the GEMM is divided; the loss also holds the undivided input.
             saved["logits"] += self.hidden_bytes
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)

@@ -62,21 +62,16 @@ def _can_adapt(weight: ParamSpec, layer: Layer) -> bool:
     return has_adapters and weight.is_matrix and weight.part in ADAPTED_PARTS and leaf != "shared_gate"
 
 
-def _matches(weight: ParamSpec, target: str) -> bool:
-    leaf = weight.name.rpartition(".")[2]
-    return target in (ALL_TARGETS, weight.part, leaf, f"{weight.part}.{leaf}")
-
-
 @lru_cache(maxsize=256)
 def adapted_layer_weights(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:
     """Return the matrices with adapters of a layer."""
-    if not lora.rank:
-        return ()
-    return tuple(
-        weight
-        for weight in layer.params
-        if _can_adapt(weight, layer) and any(_matches(weight, target) for target in lora.targets)
-    )
+    found = []
+    for weight in layer.params if lora.rank else ():
+        leaf = weight.name.rpartition(".")[2]
+        is_target = not {ALL_TARGETS, weight.part, leaf, f"{weight.part}.{leaf}"}.isdisjoint(lora.targets)
+        if is_target and _can_adapt(weight, layer):
+            found.append(weight)
+    return tuple(found)
 
 
 def layer_adapters(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:

@@ -60,16 +60,11 @@ class ExpertMemory:
         return self.saved_by_experts() + self.expert_outputs()
 
     def saved_by_experts(self) -> BytesByPart:
-        """Return the bytes of the permuted tokens and the FC1 outputs."""
-        return self.permuted_tokens() + self.fc1_outputs()
-
-    def permuted_tokens(self) -> BytesByPart:
-        """Return the bytes of the experts' input and its permutation indices."""
+        """Return the bytes of the permuted tokens with their indices, and of the FC1 outputs."""
         # The rows before and after the multiplication by the routing weights.
         copies = 2 if self._part.probs_on_input else 1
-        return (
-            BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes}) + self.permute_indices()
-        )
+        permuted = BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes})
+        return permuted + self.permute_indices() + self.fc1_outputs()
 
     def permute_indices(self) -> BytesByPart:
         """Return the bytes of the permutation indices, which the graph saves even for a recomputed layer."""
@@ -127,21 +122,17 @@ class ExpertMemory:
         on a CPU that multiplies in float32: two inner projections and an output. Grouped experts hold
         `GROUPED_TRANSIENT_WIDTHS` in their backward pass, none if a fused SwiGLU is counted as saving them.
         """
+        batch = self._batch
         part = self._part
-        p = self._batch.parallel
-        if self._batch.kernels.grouped_experts:
-            widths = 0 if self._batch.kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
-            return BytesByPart(
-                experts=self.expert_tokens * widths * part.intermediate_size // p.etp * self._batch.item_bytes
-            )
+        p = batch.parallel
+        if batch.kernels.grouped_experts:
+            widths = 0 if batch.kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
+            return BytesByPart(experts=self.expert_tokens * widths * part.intermediate_size // p.etp * batch.item_bytes)
         num_experts = part.num_experts // p.ep
-        recomputes = "expert_activation" in self._batch.recompute
         has_others = num_experts > 1
-        widths = (3 + 2 * has_others) if recomputes else (1 + has_others)
-        inner = max(
-            widths * self._batch.item_bytes,
-            3 * self._batch.high_precision_bytes if self._batch.item_bytes < self._batch.high_precision_bytes else 0,
-        )
+        widths = (3 + 2 * has_others) if "expert_activation" in batch.recompute else (1 + has_others)
+        multiplied = 3 * batch.high_precision_bytes if batch.item_bytes < batch.high_precision_bytes else 0
+        inner = max(widths * batch.item_bytes, multiplied)
         return BytesByPart(experts=self.expert_tokens // num_experts * part.intermediate_size // p.etp * inner)
 
     def combine_buffer(self) -> BytesByPart:

@@ -146,11 +146,6 @@ class Device:
         return self.memory_gib * GIB
 
     @property
-    def nvlink_domain_size(self) -> int:
-        """Ranks of the innermost link, an NVLink domain."""
-        return self.links[0].gpus
-
-    @property
     def unmeasured(self) -> tuple[str, ...]:
         """Return the keys of `DECIDING_CONSTANTS` without a measurement on this device."""
         return tuple(key for key in DECIDING_CONSTANTS if key not in self.sources)

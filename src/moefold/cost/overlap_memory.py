@@ -131,9 +131,8 @@ class _PassWalker:
         first_input = self._input()
         # Kind of each layer, with the tensors that it leaves for the weight-gradient pass.
         layers = [(kind, self._layer_row("delayed_wgrad", kind) * splits) for kind in chunk.kinds]
-        layers += (
-            [(chunk.mtp_layer_kind, self._row(delayed_mtp=1.0) * splits)] * num_mtp_layers if num_mtp_layers else []
-        )
+        if num_mtp_layers:
+            layers += [(chunk.mtp_layer_kind, self._row(delayed_mtp=1.0) * splits)] * num_mtp_layers
         saved_before = [first_input]
         for kind, _ in layers:
             saved_before.append(saved_before[-1] + self._layer_row("saved", kind))

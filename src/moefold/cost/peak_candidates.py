@@ -8,7 +8,6 @@ peak, so all candidates are kept.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -82,11 +81,9 @@ class StepSchedule:
         repeats = per_round == self.pp or not spec.runs_equal_rounds and self.vpp < 3
         return replace(self, num_micro_batches=limit) if repeats else self
 
-
-@lru_cache(maxsize=16384)
-def _runtime_row(schedule_spec: StepSchedule, rank: int) -> SlotRow:
-    s = schedule_spec
-    return schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
+    def row(self, rank: int) -> SlotRow:
+        """Return the slots of a pipeline rank."""
+        return schedule_row(self.schedule, rank, self.pp, self.vpp, self.num_micro_batches, overlap=self.overlap)
 
 
 class StepSnapshots:
@@ -127,7 +124,7 @@ class StepSnapshots:
 
     def candidates(self) -> MemorySnapshots:
         """Return all snapshots that may be the memory peak."""
-        rows = [_runtime_row(self.schedule_spec, rank) for rank in range(self.schedule_spec.pp)]
+        rows = [self.schedule_spec.row(rank) for rank in range(self.schedule_spec.pp)]
         found = [
             np.hstack([np.tile(self._state_counts(rank), (len(counts), 1)), counts])
             for rank, (counts, _) in enumerate(self._ranks(rows))
@@ -149,7 +146,7 @@ class StepSnapshots:
         ranks = (0, sizes.index(max(sizes)), len(kinds) - 1)
         found = []
         for rank in ranks:
-            rows, _ = self._snapshots(self._slots(_runtime_row(self.schedule_spec, rank)))
+            rows, _ = self._snapshots(self._slots(self.schedule_spec.row(rank)))
             # The snapshots with most layers in flight; among equal ones, those with most other activations.
             layers = rows[:, : self.columns.num_kinds].sum(axis=1)
             others = rows[:, self.columns.num_kinds : self.columns.size].sum(axis=1)
@@ -265,12 +262,13 @@ class StepSnapshots:
             before = self._saved(backward_chunk)
             before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurrence(before[None], 1.0, 1.0)
-        plain, paused = (OverlapSpec(self.columns, self.splits_backward, recomputes) for recomputes in (False, True))
-        runs = (
-            overlap_snapshots(plain, forward_chunk, backward_chunk),
-            overlap_snapshots(paused, forward_chunk, backward_chunk),
+        plain, paused = (
+            overlap_snapshots(
+                OverlapSpec(self.columns, self.splits_backward, recomputes), forward_chunk, backward_chunk
+            )
+            for recomputes in (False, True)
         )
-        return np.concatenate([_with_occurrence(runs[0], 1.0, 0.0), _with_occurrence(runs[1], 0.0, 1.0)])
+        return np.concatenate([_with_occurrence(plain, 1.0, 0.0), _with_occurrence(paused, 0.0, 1.0)])
 
     def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
         """Yield the end of the forward pass, and the last layer of each kind while it runs."""

@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.groups.schedule import SchedulePart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
-from moefold.cost.activation_columns import activation_table, recomputes_comm, without_offloaded
+from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm, without_offloaded
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
@@ -20,7 +21,7 @@ from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, StepSnapsh
 from moefold.cost.rank_state_memory import RankStateMemory, recipe_stages
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS
 from moefold.cost.state_bytes import StateBytes
-from moefold.topology.schedules import overlaps_micro_batches, runtime_slots, schedule_rows, schedule_slots
+from moefold.topology.schedules import overlaps_micro_batches, schedule_rows, schedule_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,9 @@ class RankMemory:
     def total(self) -> int:
         """Peak bytes, without kernel workspaces."""
         states = self.states
-        resting = states.weights + states.gathered + states.optimizer + states.buffers
-        return (
-            resting
-            + max(states.gradients, states.gradient_sums)
-            + self.activations.total
-            + self.optimizer_in_transit
-            + self.graphs
-        )
+        resting = states.weights + states.gathered + states.optimizer + states.buffers + self.graphs
+        gradients = max(states.gradients, states.gradient_sums)
+        return resting + gradients + self.activations.total + self.optimizer_in_transit
 
 
 def compute_rank_memory(
@@ -86,7 +82,8 @@ def compute_rank_memory(
     if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states, *recipe_stages(cfg))
     kinds = cfg.model.distinct_kinds
-    table = without_offloaded(activation_table(formula, kinds), columns_of(kinds), offload)
+    table = activation_table(formula, kinds, partial(layer_table, formula))
+    table = without_offloaded(table, columns_of(kinds), offload)
     chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)
@@ -110,9 +107,8 @@ def _forward_rank_memory(
 ) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank in a step without a backward pass."""
     found = []
-    for rank, messages in enumerate(
-        forward_messages(schedule_slots(formula.model, formula.parallel, formula.train), stages_by_rank)
-    ):
+    rows = schedule_slots(formula.model, formula.parallel, formula.train)
+    for rank, messages in enumerate(forward_messages(rows, stages_by_rank)):
         by_part = forward_activations(formula, [chunks[stage] for stage in stages_by_rank[rank]])
         by_part["pipeline"] += messages * formula.hidden_bytes
         in_flight = dict.fromkeys(stages_by_rank[rank], 1)
@@ -135,16 +131,12 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         saves_outputs=not cfg.trains_indexers_only,
     )
     shortest = whole.shortest_equivalent
-    rows = (
-        runtime_slots(cfg.model, cfg.parallel, cfg.train)
-        if shortest == whole
-        else schedule_rows(
-            word_of(p.schedule),
-            p.pp,
-            p.virtual_stages,
-            shortest.num_micro_batches,
-            overlap=overlaps_micro_batches(cfg.model, cfg.parallel),
-        )
+    rows = schedule_rows(
+        chosen_in(p, SchedulePart),
+        p.pp,
+        p.virtual_stages,
+        shortest.num_micro_batches,
+        overlap=overlaps_micro_batches(cfg.model, p),
     )
     columns = columns_of(cfg.model.distinct_kinds)
     return StepSnapshots(shortest, chunks, stages_by_rank, columns, merges_equal_chunks=False).by_rank(rows)

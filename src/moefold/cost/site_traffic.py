@@ -56,12 +56,7 @@ PLAIN = CodedSize(32)
 
 
 def wire_format(precision: str, itemsize: int) -> CodedSize:
-    """Return the format of `sites.precision`.
-
-    Args:
-        precision: float32 (the vector itself), bfloat16, int8 or fp4.
-        itemsize: bytes of an element of the vector.
-    """
+    """Return the format of a `sites.precision` for a vector of elements of `itemsize` bytes."""
     match precision:
         case "bfloat16":
             return CodedSize(16)
@@ -73,12 +68,7 @@ def wire_format(precision: str, itemsize: int) -> CodedSize:
 
 
 def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> CodedSize:
-    """Return the format of the differences of a recipe.
-
-    Args:
-        run, sites: sections of a recipe with sites.
-        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
-    """
+    """Return the format of the differences of a recipe, or, given `precision`, of another `sites.precision` for all."""
     itemsize = master_dtype_bytes(run)
     if precision is not None:
         return wire_format(precision, itemsize)

@@ -45,6 +45,9 @@ class StateBytes:
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
 
 def master_dtype_bytes(run: RunConfig) -> int:
     """Return the bytes of one element of a master weight, its gradient or a float32 moment."""

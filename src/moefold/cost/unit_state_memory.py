@@ -61,11 +61,6 @@ class StateMapping(NamedTuple):
         """Return whether gradients are summed over micro-batches before they are reduced."""
         return self.has_several_micro_batches and self.zero < 2 and not self.is_single
 
-    @property
-    def shards_layers(self) -> bool:
-        """Return whether the layers of a stage gather their weights one after another."""
-        return self.zero == 3 and not self.is_single
-
 
 def state_mapping(cfg: Config) -> StateMapping:
     """Return the mapping of a recipe that `check_config` passed."""
@@ -128,14 +123,8 @@ class UnitStateMemory:
             cfg.train, 1 + mapping.has_several_micro_batches, mapping.zero
         ):
             copies += quantized_copy_bytes(self.shards(column, mapping))
-        return StateBytes(
-            weights=dense.weights + experts.weights,
-            gathered=dense.gathered + experts.gathered + copies,
-            gradients=dense.gradients + experts.gradients,
-            gradient_sums=dense.gradient_sums + experts.gradient_sums,
-            optimizer=dense.optimizer + experts.optimizer,
-            buffers=expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, name) else 0,
-        )
+        buffers = expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, name) else 0
+        return dense + experts + StateBytes(gathered=copies, buffers=buffers)
 
     @memoised(
         lambda self, column, m, is_expert: (
@@ -149,6 +138,7 @@ class UnitStateMemory:
         These are the bytes of the first data-parallel rank, which holds most: later ranks get the remaining rows.
         """
         own = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
+        gathered = 0 if mapping.is_single else self._gathered_bytes(own, mapping)
         weights = gradients = sums = moments = 0
         for weight in own:
             shards = weight.dp_shards(mapping.degrees[is_expert])
@@ -162,10 +152,7 @@ class UnitStateMemory:
             if mapping.accumulates_gradients:
                 sums += shards.padded_numel * shards.degree * self._gradient_bytes
             moments += sum(size for size, _ in self._moments(weight, mapping))
-        gathered = 0 if mapping.is_single else self._gathered_bytes(own, mapping)
-        return StateBytes(
-            weights=weights, gathered=gathered, gradients=gradients, gradient_sums=sums, optimizer=moments
-        )
+        return StateBytes(weights, gathered, gradients, sums, moments)
 
     def _moments(self, weight: ParamSpec, mapping: StateMapping) -> Iterator[tuple[int, int]]:
         """Yield the bytes of each state of a weight, and the bytes that decide whether it is offloaded; 0: never.
@@ -186,8 +173,7 @@ class UnitStateMemory:
         total = 0
         for weight in weights:
             shards = weight.dp_shards(mapping.degrees[weight.is_expert])
-            wide = max(self._master_bytes, self._compute_bytes)
-            item_bytes = wide if weight.is_full_precision else self._compute_bytes
+            item_bytes = max(self._compute_bytes, self._master_bytes * weight.is_full_precision)
             total += shards.padded_numel * shards.degree * item_bytes
         return total
 
@@ -215,8 +201,9 @@ class UnitStateMemory:
         )
         # A rank counts one set of kinds.
         table[STATE_FIELDS.index("buffers"), columns.first_kind_set :] = exchange_bytes
-        if mapping.shards_layers:
-            # The FSDP root's own weights stay gathered. A rank's largest layer counts, and its prefetched layer.
+        if mapping.zero == 3 and not mapping.is_single:
+            # Layers gather their weights one after another: the largest layer of a rank counts, and its prefetched one.
+            # The own weights of the FSDP root stay gathered.
             prefetched = self.prefetched_bytes(mapping)
             gathered = table[STATE_FIELDS.index("gathered")]
             for kind_set in range(columns.several_layers):
@@ -259,11 +246,12 @@ class UnitStateMemory:
 
         Weights of a single rank are cast at their use.
         """
-        found = {}
-        for column in self.units:
-            sharded = (w for w in self.shards(column, mapping) if mapping.degrees[w.is_expert] > 1)
-            found[column] = self._gathered_bytes(sharded, mapping)
-        return found
+        return {
+            column: self._gathered_bytes(
+                (w for w in self.shards(column, mapping) if mapping.degrees[w.is_expert] > 1), mapping
+            )
+            for column in self.units
+        }
 
     @memoised(lambda self, column, m: (column, m.tp, m.ep, m.etp, m.degrees))
     def offloaded_unit(self, column: int, mapping: StateMapping) -> list[int]:

@@ -53,6 +53,7 @@ VENDOR_SOURCES = ("NVIDIA", "docs.nvidia.com", "ModelZoo best_practice", PAPER, 
 """Sources of runs by the vendor of the GPUs, on hosts that it tuned unless a note says otherwise."""
 
 _RELEASE = re.compile(r"\[(\d+(?:\.\d+)*)\.? NeMo|\(NeMo (\d+(?:\.\d+)*)\.?\)")
+_NO_OVERLAP = re.compile(r"no (\w+ )?overlap|overlap[a-z]*\W+(is )?(off|disabled|none)\b")
 _STEP = re.compile(r"\bstep ([\d.]+) s\b|([\d.]+) s a step\b")
 _RECOMPUTE_PATTERNS = {
     r"norm": "norms",
@@ -240,15 +241,9 @@ def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
         mbs=row.positive_int("mbs") or (1 if is_paper else 0),
         zero=3 if has_fsdp else 1,
         dispatcher=_parse_dispatcher(row),
-        overlap=_parse_overlap(row),
+        overlap="overlap" in row.method_and_note and not re.search(_NO_OVERLAP, row.method_and_note),
         offload=tuple(what for words, what in _OFFLOAD_PATTERNS.items() if re.search(words, row.method_and_note)),
     )
-
-
-def _parse_overlap(row: PublishedRow) -> bool:
-    """Return whether the row overlaps the expert all-to-all."""
-    off = r"no (\w+ )?overlap|overlap[a-z]*\W+(is )?(off|disabled|none)\b"
-    return "overlap" in row.method_and_note and not re.search(off, row.method_and_note)
 
 
 def _parse_dispatcher(row: PublishedRow) -> DispatcherPart:
@@ -605,12 +600,8 @@ def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryMod
 def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
     """Return the fastest open choice that fits; None if none does."""
     cost_model = _cost_model(model_spec.name, case.gpu, case.workload)
-    fitting = [
-        found
-        for choice in _open_mappings(model_spec, case)
-        if (found := _first_fitting(model_spec, case, choice)) is not None
-    ]
-    return min(fitting, key=lambda found: cost_model.step_time(found[0]).total_s) if fitting else None
+    tried = (_first_fitting(model_spec, case, choice) for choice in _open_mappings(model_spec, case))
+    return min(filter(None, tried), key=lambda found: cost_model.step_time(found[0]).total_s, default=None)
 
 
 def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelMapping]:
@@ -625,10 +616,9 @@ def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelM
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")
     if m.pp * max(1, m.vpp) > len(model_spec.layers) + len(NON_LAYER_STAGE_PARTS):
         raise SkipRowError(f"pp={m.pp} with vpp={m.vpp} is more stages than {len(model_spec.layers)} layers make")
-    max_vpp = min(MAX_VIRTUAL_STAGES, len(model_spec.layers) // m.pp)
-    stages = (
-        [m.vpp] if m.vpp else [1, *(v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if 1 < v <= max_vpp)]
-    )
+    stages = [m.vpp]
+    if not m.vpp:
+        stages = [v for v in divisors(max(1, len(model_spec.layers) // m.pp)) if v <= MAX_VIRTUAL_STAGES]
     return [replace(m, mbs=size, vpp=vpp) for size, vpp in product(sizes, stages)]
 
 

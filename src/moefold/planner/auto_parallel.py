@@ -107,12 +107,11 @@ def _device_with_memory(machine: DetectedMachine, num_ranks: int) -> Device:
 
 def _describe(planner: Planner, best: PlannedMapping) -> str:
     q = planner.request
-    lines = []
-    lines.append(
+    lines = [
         f"parallel = auto: {format_mapping(best)} on {q.num_gpus} x {q.device.name}, of {planner.space.count():,} "
         f"legal mappings; predicted {best.time.total_s:.3g} s a step, bound by {best.bottleneck}; "
         f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB ({RESERVE_FRACTION:.0%}) are left free"
-    )
+    ]
     for plan in planner.top_plans(3)[1:]:
         slower = plan.time.total_s / best.time.total_s - 1
         lines.append(f"  {slower:.1%} slower: {format_mapping(plan)}, bound by {plan.bottleneck}")

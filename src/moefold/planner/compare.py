@@ -100,7 +100,7 @@ class FoldingComparison:
             return "another mapping, equally fast"
         part, seconds = max(self.saved_s.items(), key=lambda item: item[1])
         mappings = self.coupled.mapping, self.folded.mapping
-        crosses = [m.ep > 1 and m.ep * m.etp > self.device.nvlink_domain_size for m in mappings]
+        crosses = [m.ep > 1 and m.ep * m.etp > self.device.links[0].gpus for m in mappings]
         words = REASONS[part]
         if part == "ep_comm" and crosses == [True, False]:
             words = "the EP all-to-all moves into the node"
@@ -120,7 +120,8 @@ def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[Fo
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.
     """
-    found = tuple(_compare_methods(asked) for asked in [_with_seq_len(request, length) for length in lengths])
+    # All lengths are checked before the first search.
+    found = tuple(map(_compare_methods, [_with_seq_len(request, length) for length in lengths]))
     if all(one.folded is None for one in found):
         raise ConfigError(found[0].infeasible_reason)
     return found
@@ -145,11 +146,11 @@ def _with_seq_len(request: PlanRequest, seq_len: int) -> PlanRequest:
 
 def _compare_methods(request: PlanRequest) -> FoldingComparison:
     folded = None
-    why_none = ""
+    reason = ""
     try:
         folded = Planner(request).best()
     except ConfigError as error:
-        why_none = str(error)
+        reason = str(error)
     return FoldingComparison(
         seq_len=request.workload.seq_len,
         global_batch_size=request.workload.global_batch_size,
@@ -157,12 +158,11 @@ def _compare_methods(request: PlanRequest) -> FoldingComparison:
         folded=folded,
         coupled=_best_of_method(COUPLED_WITH_CP, folded, request),
         within_dp=_best_of_method(COUPLED, folded, request),
-        infeasible_reason=why_none,
+        infeasible_reason=reason,
     )
 
 
 def _best_of_method(method: str, folded: PlannedMapping | None, request: PlanRequest) -> PlannedMapping | None:
-    """Return the fastest mapping of a method."""
     if folded is None:
         return None
     # The best of all mappings is also the best of a method that accepts it, if that method prices it equally.

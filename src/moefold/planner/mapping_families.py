@@ -58,6 +58,10 @@ class FamilyBest:
         found = ["ZeRO-3 with ep 1"] if m.zero == 3 and m.ep == m.etp == 1 and m.world_size > 1 else []
         return (*found, *(["offload"] if m.offload else []))
 
+    def sort_key(self) -> tuple[int, int, float]:
+        """Return the sort key: nearest to a measurement first, of equally near ones the fastest."""
+        return len(self.unmeasured), len(self.nearest.differences), self.plan.time.total_s
+
 
 def best_of_families(planner: Planner) -> list[FamilyBest]:
     """Return the best mapping that fits of every family, in the order of `FAMILIES`.
@@ -78,13 +82,11 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
         limit_s = _tie_limit_s(least_s if own[0].time.total_s <= _tie_limit_s(least_s) else own[0].time.total_s)
         accepts = _accepts_both(family.accepts, degrees)
         measured = planner.search.plans_below(limit_s, family.zero_stages, accepts, is_beam=True)
-        candidates = [
-            FamilyBest(
-                name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _tie_limit_s(least_s), own[0]
-            )
-            for plan in (own[0], *measured)
-        ]
-        found += [one for one in [choose_family(candidates, name)] if one is not None]
+        candidates = []
+        for plan in (own[0], *measured):
+            is_tie = plan.time.total_s <= _tie_limit_s(least_s)
+            candidates.append(FamilyBest(name, plan, nearest_measured(request, plan.mapping), is_tie, own[0]))
+        found.append(min(candidates, key=FamilyBest.sort_key))
     return found
 
 
@@ -100,10 +102,7 @@ def _accepts_both(accepts: Callable[[Fold], bool], degrees: set[tuple[int, ...]]
 def choose_family(families: list[FamilyBest], name: str | None = None) -> FamilyBest | None:
     """Return the family of a name; without a name, the family within the error that is nearest to a measurement."""
     named = [one for one in families if (one.is_tie if name is None else one.name == name)]
-    # The fastest of equally near families.
-    return min(
-        named, key=lambda one: (len(one.unmeasured), len(one.nearest.differences), one.plan.time.total_s), default=None
-    )
+    return min(named, key=FamilyBest.sort_key, default=None)
 
 
 def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> NearestMeasurement:

@@ -108,7 +108,9 @@ def load_model_spec(name: str) -> ModelSpec:
             "names if it is one, or name a preset"
         )
     if known is None:
-        names = plannable_model_names()
+        # Only `moefold plan-accuracy` prices the others.
+        trainable = (name for name, model in FOREIGN_MODELS.items() if not isinstance(model, ForeignModel))
+        names = (*preset_names(), *sorted(trainable))
         guess = closest_match(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         if advice := download_advice(name):
@@ -121,12 +123,6 @@ def load_model_spec(name: str) -> ModelSpec:
     if known in FOREIGN_MODELS:
         return ModelSpec(known, FOREIGN_MODELS[known])
     return ModelSpec(known, load_config(None, [f"model.preset={known}"]).model)
-
-
-def plannable_model_names() -> tuple[str, ...]:
-    """Return the names of models that the runtime can train; only `moefold plan-accuracy` prices the others."""
-    trainable = (name for name, model in FOREIGN_MODELS.items() if not isinstance(model, ForeignModel))
-    return (*preset_names(), *sorted(trainable))
 
 
 @lru_cache(maxsize=512)

@@ -215,10 +215,8 @@ class Planner:
             f"{q.usable_device.memory_bytes / GIB:.0f} GiB of {q.device.name}{reserve}: the least is "
             f"{smallest.memory.total / GIB:.0f} GiB with {format_mapping(smallest)}"
         )
-        options = []
         num_gpus = self.smallest_num_gpus()
-        if num_gpus:
-            options.append(f"{num_gpus} GPUs")
+        options = [f"{num_gpus} GPUs"] if num_gpus else []
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
         if not options:
             return f"{text}; choose a smaller model, or a shorter {Setting('--seq-len')}"

@@ -24,7 +24,7 @@ from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.lengths.document_source import check_documents, open_document_samples
+from moefold.planner.lengths.samples import check_documents, open_document_samples
 from moefold.planner.mapping_families import FamilyBest, best_of_families
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
@@ -222,34 +222,22 @@ def documents_as_dict(loads: DocumentLoads | None) -> dict[str, Any]:
 
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
     """Return one mapping with its predicted time and memory, ready for JSON."""
-    time_of = plan.time
-    context = plan.attention
-    return (
-        plan.mapping.as_dict()
-        | {
-            "step_time_s": time_of.total_s,
-            "mfu": time_of.mfu,
-            "tflops_per_gpu": time_of.tflops_per_gpu,
-            "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
-            "num_micro_batches": time_of.num_micro_batches,
-            "memory_gib": plan.memory.total / GIB,
-            "memory_parts_gib": {part: size / GIB for part, size in plan.memory.parts.items()},
-            "time_parts_s": time_of.parts,
-            "binding": plan.bottleneck,
-            "fits": plan.memory.fits,
-        }
-        | (
-            {}
-            if context is None
-            else {
-                "attention": {
-                    "context": context.kind,
-                    "placement": context.plan.placement,
-                    "attention_hosts": context.plan.hosts,
-                }
-            }
-        )
-    )
+    found = plan.mapping.as_dict() | {
+        "step_time_s": plan.time.total_s,
+        "mfu": plan.time.mfu,
+        "tflops_per_gpu": plan.time.tflops_per_gpu,
+        "tokens_per_s_per_gpu": plan.time.tokens_per_s_per_gpu,
+        "num_micro_batches": plan.time.num_micro_batches,
+        "memory_gib": plan.memory.total / GIB,
+        "memory_parts_gib": {part: size / GIB for part, size in plan.memory.parts.items()},
+        "time_parts_s": plan.time.parts,
+        "binding": plan.bottleneck,
+        "fits": plan.memory.fits,
+    }
+    if (context := plan.attention) is not None:
+        shared = {"placement": context.plan.placement, "attention_hosts": context.plan.hosts}
+        found["attention"] = {"context": context.kind, **shared}
+    return found
 
 
 def check_imbalance(value: float, num_experts: int) -> float:
@@ -290,17 +278,14 @@ def _chosen_sizes(
     num_gpus = _in_bounds("--num-gpus", options.num_gpus, parallel.world_size, MAX_GPUS)
     default_len = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
     seq_len = _in_bounds("--seq-len", options.seq_len, default_len, max_integer("train", "seq_len"))
-    default_batch = _default_batch(seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
+    default_batch = train.global_batch_size
+    if "--global-batch-size" in unsaid:
+        # A power of two, which data-parallel ranks and micro-batches can share evenly.
+        default_batch = 1 << (max(1, DEFAULT_BATCH_TOKENS // seq_len).bit_length() - 1)
     max_batch = max_integer("train", "global_batch_size")
     batch = _in_bounds("--global-batch-size", options.global_batch_size, default_batch, max_batch)
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
     return num_gpus, seq_len, batch, {option: size for option, size in chosen.items() if option in unsaid}
-
-
-def _default_batch(seq_len: int) -> int:
-    """Return a power of two of samples, which data-parallel ranks and micro-batches can share evenly."""
-    most = max(1, DEFAULT_BATCH_TOKENS // seq_len)
-    return 1 << (most.bit_length() - 1)
 
 
 def _in_bounds(option: str, given: int | None, default: int, maximum: int) -> int:

@@ -68,7 +68,7 @@ class RoundVolume:
     """Seconds that a rank needs to encode its vector and to decode the vectors of all members."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RoundSettings:
     """Keys of [sites] that the planner chooses."""
 
@@ -94,8 +94,7 @@ class SiteRate:
 
     @property
     def reaches_target(self) -> bool:
-        """Return whether the utilisation is at least `TARGET`."""
-        # The least `every` for a utilisation reaches it except for rounding errors.
+        """Return whether the utilisation is at least `TARGET`, which the least `every` reaches but for rounding."""
         return self.utilisation >= TARGET * (1 - 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,7 +218,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     """Return the content of the rounds of a recipe's fragments.
 
     Args:
-        cfg: a recipe with sites under a mapping that `check_config` passed.
+        cfg: a recipe with sites that passed `check_config`.
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
     sites = cfg.sites
@@ -254,7 +253,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     precisions = [sites.precision] if has_code else choosable
     volumes = {name: site_volumes(cfg, None if has_code else name) for name in precisions}
     cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.part.in_pairs)
-    recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
+    recipe = cost.rate(RoundSettings(sites.precision, sites.every, sites.overlap))
     overlaps = _overlaps(sites)
     choices = {
         (overlap, name): _least_settings(sites.part, cost, name, overlap)
@@ -295,8 +294,8 @@ def _overlaps(sites: SitesConfig) -> range:
 
 def _least_settings(method: SiteMethodPart, cost: SiteCost, precision: str, overlap: int) -> RoundSettings:
     if every := method.least_every(cost, precision):
-        return RoundSettings(precision=precision, every=every, overlap=every)
-    return RoundSettings(precision=precision, every=cost.least_every(precision, overlap), overlap=overlap)
+        return RoundSettings(precision, every, every)
+    return RoundSettings(precision, cost.least_every(precision, overlap), overlap)
 
 
 def _with_every(settings: RoundSettings, every: int) -> RoundSettings:
@@ -358,13 +357,12 @@ def resolve_sites(
             "with bytes_per_s and latency_s to the device's file"
         )
     if number == 1:
-        if bytes_per_s is not None or latency_s is not None:
-            option = (
-                f"{Setting('--site-link', bytes_per_s):g}"
-                if bytes_per_s is not None
-                else f"{Setting('--site-latency', latency_s):g}"
-            )
-            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add {Setting('--sites')}")
+        for option, value in (("--site-link", bytes_per_s), ("--site-latency", latency_s)):
+            if value is not None:
+                raise ConfigError(
+                    f"{Setting(option, value):g} has no effect: sites.count=1 has no other site; add "
+                    f"{Setting('--sites')}"
+                )
         return cfg, None
     # A recipe without rounds gets one at the latest at its end.
     every = cfg.sites.every if cfg.sites.is_active else min(cfg.sites.every, cfg.run.steps)

@@ -58,9 +58,6 @@ def placed_ranks(schedule: str | Part, pp: int, vpp: int) -> tuple[int, ...]:
     return schedule_named(schedule).stage_ranks(pp, vpp)[: pp * vpp]
 
 
-def chunks_of_rank(
-    chunks: tuple[ModelChunk, ...], schedule: str | Part, pp: int, vpp: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of each pipeline rank's chunks."""
-    ranks = schedule_named(schedule).stage_ranks(pp, vpp)
-    return tuple(tuple(i for i, rank in enumerate(ranks[: len(chunks)]) if rank == r) for r in range(pp))
+def stages_by_rank(ranks: tuple[int, ...]) -> list[list[int]]:
+    """Return the indices of each pipeline rank's stages, from the rank of each stage."""
+    return [[i for i, rank in enumerate(ranks) if rank == own] for own in range(max(ranks) + 1)]

@@ -19,20 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.topology.token_placement import Document, Integers, Placement, expand
+from moefold.topology.token_placement import Integers, Placement, expand
 
 TOLERANCE_UNIT = 1_000_000
 """Tolerances are rounded to this fraction, so that every rank computes with the same integers."""
-
-
-class AttentionTask(NamedTuple):
-    """Rows first .. stop - 1 of a document, by position in the sample; each attends to the keys up to its own key."""
-
-    document: Document
-    first: int
-    stop: int
-    compute_rank: int
-    """Rank that computes the task."""
 
 
 class TokenRanges(NamedTuple):
@@ -70,13 +60,6 @@ class Transfers(NamedTuple):
     def num_rows(self) -> int:
         """Rows of all runs."""
         return int(self.lengths_X.sum())
-
-    def rows(self, source: int, destination: int) -> Integers:
-        """Return the numbers of the tokens that are sent from one rank to another, ascending, int64."""
-        is_sent = (self.sources_X == source) & (self.destinations_X == destination)
-        run, offset = expand(self.lengths_X[is_sent])
-        tokens: Integers = self.firsts_X[is_sent][run] + offset
-        return tokens
 
     def sent_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
         """Return the tokens whose rows a rank sends, by destination, and the number for each destination."""
@@ -123,6 +106,8 @@ class Exchange:
 class AttentionPlan:
     """Tasks of a round, in columns, by the rank that computes, then number of the first token.
 
+    A task is rows of one document; each attends to the keys of the document up to its own.
+
     Args:
         placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
@@ -138,17 +123,6 @@ class AttentionPlan:
     firsts_K: Integers
     stops_K: Integers
     compute_ranks_K: Integers
-
-    @property
-    def tasks(self) -> tuple[AttentionTask, ...]:
-        """Tasks one by one, for display and tests."""
-        documents = self.placement.documents
-        length = self.placement.shape.seq_len
-        columns = self.documents_K, self.firsts_K % length, (self.stops_K - self.firsts_K), self.compute_ranks_K
-        return tuple(
-            AttentionTask(documents[document], first, first + count, compute_rank)
-            for document, first, count, compute_rank in zip(*(column.tolist() for column in columns), strict=True)
-        )
 
     @cached_property
     def document_starts(self) -> Integers:
@@ -172,11 +146,6 @@ class AttentionPlan:
     def pairs_of_ranks(self) -> Integers:
         """Visible pairs that each rank computes, int64 [dp * cp]."""
         return sum_by(self.compute_ranks_K, self.pairs, self.placement.shape.num_ranks)
-
-    @property
-    def max_over_mean(self) -> float:
-        """Pairs of the busiest rank over the mean of all ranks, at least 1."""
-        return float(self.pairs_of_ranks.max() * self.placement.shape.num_ranks / self.pairs_of_ranks.sum())
 
     def exchange(self, rank: int | None = None) -> Exchange:
         """Compute the rows that are sent.
@@ -214,14 +183,7 @@ class AttentionPlan:
         return np.flatnonzero(is_own[self.documents_K])
 
     def _transfers(self, compute_ranks: Integers, firsts: Integers, stops: Integers, rank: int | None) -> Transfers:
-        """Return the runs of needed tokens that another rank holds than the rank that needs them.
-
-        Args:
-            compute_ranks: rank that needs each range of tokens, ascending.
-            firsts: number of the first token of each range.
-            stops: number of the last token of each range, plus 1.
-            rank: see `exchange`.
-        """
+        """Return the runs of tokens of some ranges that another rank holds than the rank that needs the range."""
         placement = self.placement
         compute_ranks, firsts, stops = _union(compute_ranks, firsts, stops, placement.shape.num_tokens)
         order = placement.runs_by_token
@@ -279,9 +241,6 @@ def plan_attention(
         block: documents are cut between ranks at multiples of this, in tokens from their start.
         pool: number of ranks that share work, a divisor of the number of ranks; 0: all.
         nodes: node of each rank; None if all ranks are in one node.
-
-    Returns:
-        The plan.
     """
     documents, firsts, stops, compute_ranks = _tasks_at_home(placement)
     plan = AttentionPlan(placement, window, documents, firsts, stops, compute_ranks)
@@ -404,8 +363,6 @@ class _Balancer:
         """Give rows from the end of a task until it is empty or less than half a block of its rows is too much.
 
         Args:
-            source: rank of the task.
-            task: index of the task.
             may_overfill: whether a destination may have up to a block more than the limit.
         """
         plan = self._plan

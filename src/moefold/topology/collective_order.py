@@ -72,12 +72,7 @@ def collective_sequence(
     stages: Mapping[int, Stage],
     row: SlotRow,
 ) -> CollectiveSequence:
-    """Return the expert collectives of a rank in one step.
-
-    Args:
-        stages: the stages of the rank, by number.
-        row: the slots of the rank.
-    """
+    """Return the expert collectives of a rank in one step, given its stages by number and its slots."""
 
     def collectives_of(action: Action) -> Iterator[CollectiveStart]:
         # A W action (weight gradients) starts no expert collective.
@@ -100,12 +95,7 @@ def collective_sequence(
 
 
 def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) -> Iterator[str]:
-    """Yield a phrase for each pair of ranks of a group that start expert collectives in different orders.
-
-    Args:
-        sequences: the sequence of every rank.
-        layout: the rank layout.
-    """
+    """Yield a phrase for each pair of ranks of a group that start expert collectives in different orders."""
     attention = layout.attention
     moe = layout.moe
     groups = chain(attention.groups("dp", "cp", "tp"), moe.groups("edp", "ep", "etp"))

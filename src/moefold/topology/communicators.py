@@ -62,8 +62,6 @@ def communicators(layout: Layout, rank: int, *, separates_purposes: bool) -> dic
     same time partition the world: so each can be split from the world's communicator by all ranks.
 
     Args:
-        layout: the folding.
-        rank: rank in the world.
         separates_purposes: whether groups with the same ranks share a communicator only if their purpose is the same.
             A group of one rank communicates nothing, and has one communicator for all purposes.
     """

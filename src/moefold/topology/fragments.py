@@ -13,12 +13,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def num_fragments(num_layers: int, fragment_layers: int) -> int:
-    """Return the number of fragments.
-
-    Args:
-        num_layers: layers of the model.
-        fragment_layers: layers of a fragment; 0: all layers.
-    """
+    """Return the number of fragments; with `fragment_layers` of 0 there is one."""
     return -(-num_layers // fragment_layers) if fragment_layers else 1
 
 
@@ -27,10 +22,6 @@ def fragment_of(name: str, count: int) -> int:
 
     Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each fragment
     has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
-
-    Args:
-        name: name in the full model.
-        count: number of fragments.
     """
     layer = _LAYER.match(name)
     return int(layer[1]) % count if layer else count - 1

@@ -90,8 +90,6 @@ def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[in
     Counted are posted receives, sent tensors that are not released, and inputs of another stage of the rank.
 
     Args:
-        plan: the operations of a rank.
-        num_stages: stages of the pipeline.
         overlaps: whether the actions of a slot run at the same time; otherwise they run one after the other, and each
             is counted.
     """
@@ -150,20 +148,14 @@ class _Planner:
             slot = self._next_slot(rank)
             if slot is None:
                 self._idle.discard(rank)
-            elif self._has_inputs(slot):
+            elif all(needed in self._results for action in slot for needed in action.consumes(self._num_stages)):
                 has_inputs.append((rank, slot))
         for rank, slot in has_inputs:
-            if self._has_room(slot):
+            if all(self._waiting[action.stage, action.produces[1]] < CHANNEL_CAPACITY for action in slot):
                 self._start_slot(rank, slot, now)
         if has_inputs and not self._running:
             # All ranks lack room: one of them needs more, or nothing would ever be consumed.
             self._start_slot(*has_inputs[0], now)
-
-    def _has_inputs(self, slot: Slot) -> bool:
-        return all(needed in self._results for action in slot for needed in action.consumes(self._num_stages))
-
-    def _has_room(self, slot: Slot) -> bool:
-        return all(self._waiting[action.stage, action.produces[1]] < CHANNEL_CAPACITY for action in slot)
 
     def _start_slot(self, rank: int, slot: Slot, now: float) -> None:
         self._idle.discard(rank)

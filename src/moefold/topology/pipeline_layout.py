@@ -57,7 +57,10 @@ def expand_layout(text: str) -> list[LayoutSymbol]:
     Raises:
         LayoutSyntaxError: the string does not follow the notation.
     """
-    return _LayoutParser(text).read()
+    symbols = _LayoutParser(text).parse_sequence()
+    if not symbols:
+        raise LayoutSyntaxError("it is empty; the shortest layout is 'EtL'")
+    return symbols
 
 
 def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stages: int) -> Iterator[str]:
@@ -123,13 +126,7 @@ class _LayoutParser:
         self._cursor = 0
         self._depth = 0
 
-    def read(self) -> list[LayoutSymbol]:
-        symbols = self._parse_sequence(opened_at=None)
-        if not symbols:
-            raise LayoutSyntaxError("it is empty; the shortest layout is 'EtL'")
-        return symbols
-
-    def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:
+    def parse_sequence(self, opened_at: int | None = None) -> list[LayoutSymbol]:
         """Parse units up to the end of the string, or of the group opened at character `opened_at`."""
         symbols: list[LayoutSymbol] = []
         unit: list[LayoutSymbol] | None = None
@@ -165,7 +162,7 @@ class _LayoutParser:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 raise LayoutSyntaxError(f"more than {MAX_DEPTH} groups within each other at character {position}")
-            group = self._parse_sequence(position)
+            group = self.parse_sequence(position)
             self._depth -= 1
             if not group:
                 raise LayoutSyntaxError(f"an empty group at character {position}")

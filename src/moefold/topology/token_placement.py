@@ -1,7 +1,8 @@
 """Placement of the tokens of a round on the dp x cp ranks: the token in each slot of each rank.
 
 Round j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides only
-where tokens are computed; the result is the same. Documents are contiguous parts of a sample; together they cover it.
+where tokens are computed; the result is the same. Documents are contiguous parts of a sample whose tokens attend to
+each other only; together they cover it.
 
 Tokens of a round have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1. A rank's
 slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r % cp of dp
@@ -12,7 +13,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +23,6 @@ Integers = NDArray[np.int64]
 
 MAX_FITTING_RANKS = 8
 """Ranks that a document is offered to before it is split over several."""
-
-
-class Document(NamedTuple):
-    """Contiguous tokens of one sample of a round that attend to each other only."""
-
-    sample: int
-    """Index of the sample in the round, 0 .. dp*B - 1."""
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +75,6 @@ class Placement:
     firsts_M: Integers
     lengths_M: Integers
 
-    @property
-    def documents(self) -> tuple[Document, ...]:
-        """Documents of the round, in the order of their tokens."""
-        samples, starts = np.divmod(self.bounds_N[:-1], self.shape.seq_len)
-        stops = starts + np.diff(self.bounds_N)
-        return tuple(Document(*row) for row in np.stack((samples, starts, stops), 1).tolist())
-
     @cached_property
     def runs_by_token(self) -> Integers:
         """Indices of the runs in the order of their tokens."""
@@ -102,27 +86,11 @@ class Placement:
         run, offset = expand(self.lengths_M[own_spans])
         return self.firsts_M[own_spans][run] + offset
 
-    def check(self) -> None:
-        """Check that every token has one slot, and every rank its number of slots.
-
-        Raises:
-            ValueError: the check fails.
-        """
-        order = self.runs_by_token
-        ends = self.firsts_M[order] + self.lengths_M[order]
-        begins = np.append(self.firsts_M[order], self.shape.num_tokens)
-        per_rank = np.bincount(self.ranks_M, self.lengths_M, self.shape.num_ranks)
-        if begins[0] != 0 or (ends != begins[1:]).any() or (np.diff(self.ranks_M) < 0).any():
-            raise ValueError("a placement must have every token of the round in exactly one slot, ordered by rank")
-        if (per_rank != self.shape.tokens_per_rank).any():
-            raise ValueError(f"a placement must give every rank {self.shape.tokens_per_rank} tokens, not {per_rank}")
-
 
 def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[int]]) -> Integers:
     """Return the numbers of the first tokens of all documents of a round, and then of all tokens, int64 [N + 1].
 
     Args:
-        shape: ranks and tokens of the round.
         documents_of_samples: for each sample of the round the start positions of its documents, ascending from 0; the
             end of the sample may follow.
 
@@ -152,7 +120,6 @@ def place(kind: TokenPlacement, shape: RoundShape, bounds_N: Integers, block: in
             "balanced": the documents of the round, longest first, go to the rank of all dp x cp ranks with the fewest
             visible pairs that has room (arXiv:2502.21231); a document that fits nowhere is split over the ranks with
             the most room, in chunks as above.
-        shape: ranks and tokens of the round.
         bounds_N: see `document_bounds`.
         block: chunks of documents are multiples of this, in tokens.
     """
@@ -205,15 +172,10 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
     cp_ranks.append((begins - cuts[sample, 0]) // np.maximum(share[sample], 1))
     firsts.append(bounds_N[owner + 1] - (left_ends[owner] - begins))
     counts.append(np.diff(edges))
-    return _of_runs(shape, bounds_N, np.concatenate(cp_ranks), np.concatenate(firsts), np.concatenate(counts))
-
-
-def _of_runs(
-    shape: RoundShape, bounds_N: Integers, cp_ranks: Integers, firsts: Integers, lengths: Integers
-) -> Placement:
-    """Build a placement from runs in any order; samples stay on their dp ranks."""
-    dp_ranks = firsts // shape.seq_len // shape.micro_batch_size
-    return sorted_placement(shape, bounds_N, dp_ranks * shape.cp + cp_ranks, firsts, lengths)
+    first = np.concatenate(firsts)
+    # Samples stay on their dp ranks.
+    ranks = first // shape.seq_len // shape.micro_batch_size * cp + np.concatenate(cp_ranks)
+    return sorted_placement(shape, bounds_N, ranks, first, np.concatenate(counts))
 
 
 def sorted_placement(

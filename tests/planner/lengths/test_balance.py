@@ -86,7 +86,7 @@ def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
     for window in (0, 100):
         peers = AttentionPeers(2, 64, 2, 2, num_rounds)
         bound = replace(loads, is_lower_bound=True).load(peers, window)
-        assert len(loads._rounds) == bool(window)
+        assert len(loads.known_rounds) == bool(window)
         load = loads.load(peers, window)
         assert bound.keys <= load.keys * (1 + 1e-12)
         assert bound.mean_keys == pytest.approx(load.mean_keys, rel=1e-12)

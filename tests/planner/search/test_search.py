@@ -82,20 +82,13 @@ def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room
     check_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
 
 
-def test_plans_are_ranked_best_first():
-    plans = found_by(searched("plain", 4, 0.25 / 1024), 1000)
-    assert 0 < len(plans) < len(found_by(searched("plain", 4, 1.0), 1000))
-    assert [plan.sort_key for plan in plans] == sorted(plan.sort_key for plan in plans)
-    assert all(plan.memory.fits for plan in plans)
-
-
 def least_bytes(search: Search, fixed: dict) -> float:
     """Bytes of the smallest of every mapping."""
     mappings = every_mapping(search, {**fixed, "recompute": (), "offload": ()}).values()
     return min(priced(search, m)[1].min() for of_fold in mappings for m in of_fold)
 
 
-@pytest.mark.parametrize("fixed", [{"pp": 1, "mbs": 1, "overlap": False}, {"pp": 2}, {"overlap": True, "zero": 1}])
+@pytest.mark.parametrize("fixed", [{"pp": 2}, {"overlap": True, "zero": 1}, *slow([({"pp": 1, "mbs": 1},)])])
 def test_where_nothing_fits_the_smallest_mapping_is_known(fixed):
     search = searched("plain", 2, 0.001 / 1024, fixed)
     assert found_by(search, 1) == []
@@ -176,6 +169,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
 @pytest.mark.parametrize(("name", "fixed"), [FEW_MAPPINGS[1], *slow([FEW_MAPPINGS[0], *ALL_MAPPINGS])])
 def test_times_and_memory_of_all_savers_equal_each_by_itself(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
+    fixed = {"vpp": 2, "schedule": "interleaved"} | fixed
     for mappings in every_mapping(search, fixed).values():
         for m in mappings[::997]:
             probe = replace(m, recompute=(), offload=tuple(part for part in m.offload if part == OFFLOADED_OPTIMIZER))
@@ -199,12 +193,14 @@ def test_the_heaviest_moments_are_below_the_needed_memory():
 
 @pytest.mark.parametrize("room_mib", [0.5, *slow([(100.0,)])])
 def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
-    everything = found_by(searched("plain", 4, room_mib / 1024), 1000)
     search = searched("plain", 4, room_mib / 1024)
-    for count in (1, 3, 10):
+    everything = found_by(search, 1000)
+    assert [plan.sort_key for plan in everything] == sorted(plan.sort_key for plan in everything)
+    assert all(plan.memory.fits for plan in everything)
+    for count in (1, 10):
         found = [plan.time.total_s for plan in found_by(search, count)]
         assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
-    for place in range(0, len(everything), 5):
+    for place in (0, 5, len(everything) // 2):
         faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
         assert len(search.plans_below(everything[place].time.total_s * (1 - 1e-9))) == faster
 
@@ -215,7 +211,7 @@ def test_a_fixed_zero_is_searched():
 
 
 def test_parts_bound_by_memory_say_so():
-    search = searched("plain", 4, 1.0)
+    search = searched("plain", 2, 1.0)
     (plan,) = found_by(search, 1)
     assert "memory" not in plan.bottleneck
     again = search.price(replace(plan.mapping, recompute=("layer",)))

@@ -16,6 +16,7 @@ from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
 from moefold.topology.schedules import schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 from tests.planner import naive_pipeline
+from tests.slow import slow
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
@@ -41,7 +42,7 @@ def play(schedule, pp, chunks, count, work, **options):
     return simulate(schedule_rows(schedule, pp, chunks, count), [work] * (pp * chunks), **options)
 
 
-@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("pp", [2, 4, *slow([(8,)])])
 @pytest.mark.parametrize("rounds", [2, 4])
 @pytest.mark.parametrize(("f", "i", "w"), [(2, 2, 2), (2, 3, 1), (3, 4, 2)])
 def test_bubbles_equal_the_papers(pp, rounds, f, i, w):
@@ -61,7 +62,7 @@ def test_bubbles_equal_the_papers(pp, rounds, f, i, w):
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
-@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("pp", [2, 4, *slow([(8,)])])
 def test_the_priced_bubble_of_zero_bubble_equals_the_simulated_one(pp, chunks):
     for count in range(1, 2 * pp + 1):
         total_s = play("zero-bubble", pp, chunks, count, stage(2, 2, 2)).total_s
@@ -132,7 +133,7 @@ def random_case(seed: int, overlap: bool):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_machines_equal_a_naive_simulation(seed, overlap):
     draw, rows, num_stages, name = random_case(seed, overlap)
     stages = random_stages(draw, num_stages, 4)
@@ -146,7 +147,7 @@ def test_random_machines_equal_a_naive_simulation(seed, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_action_is_done_once_and_no_stream_does_two_things(seed, overlap):
     draw, rows, num_stages, _ = random_case(1000 + seed, overlap)
     stages = random_stages(draw, num_stages, 3)

@@ -26,7 +26,7 @@ class AttentionPeers(NamedTuple):
     num_rounds: int
     """Micro-batches of a step."""
     ranks_per_node: int = 0
-    """Consecutive ranks of dp x cp that the first link level connects; 0: all."""
+    """Consecutive ranks of dp x cp that the first link level connects, a node; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)

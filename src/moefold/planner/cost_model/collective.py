@@ -121,10 +121,5 @@ class GroupLimitedRouting:
 
 def p2p_s(device: Device, stride: int, sent_bytes: float) -> float:
     """Return the seconds of a send to the rank that is `stride` away."""
-    link = link_between(device, stride)
+    link = next(link for link in device.links if link.gpus == 0 or stride < link.gpus)
     return link.latency_s + sent_bytes / link.reached_bytes_per_s
-
-
-def link_between(device: Device, stride: int) -> NetworkLink:
-    """Return the link level between ranks at a distance."""
-    return next((link for link in device.links if link.gpus == 0 or stride < link.gpus), device.links[-1])

@@ -7,7 +7,6 @@ over the ranks, and a rank that holds the full matrix anyway is its owner.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,17 +64,16 @@ class GatheredMatrixCost:
     def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> GatheredRankCost:
         """Return the cost of a rank whose stages have `counts` layers of each kind."""
         ranks = mapping.world_size // mapping.pp
-        weights = [
-            (count, weight)
-            for kind, count in enumerate(counts)
-            for weight in self._matrices(self._model_spec.kinds[kind].params)
-        ]
+        layers = zip(counts, self._model_spec.kinds, strict=True)
+        weights = [(count, weight) for count, layer in layers for weight in layer.params]
         if has_loss:
-            weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
+            # The projection of an MTP layer, which other layers do not have.
+            mtp = mtp_layer_weights(self._model_config)
+            weights += [(self._model_config.mtp_layers, weight) for weight in mtp if weight.part == "mtp"]
         num_local = local_bytes = owned_bytes = seconds = longest = 0.0
         moved = [0.0, 0.0]
         for count, weight in weights:
-            if not count:
+            if not (count and self._optimizer.gathers(weight)):
                 continue
             numel, sent, returned = _shard_matrix(weight, mapping, ranks)
             work = self._optimizer.matrix_work(weight.shape[-2], weight.shape[-1])
@@ -100,22 +98,6 @@ class GatheredMatrixCost:
         launches = len(work.gemms) * work.rounds + work.num_other_kernels
         gemms_s = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
         return work.rounds * gemms_s + launches * self._device.kernel_gap_s
-
-    def _matrices(self, weights: Sequence[ParamSpec]) -> list[ParamSpec]:
-        return [weight for weight in weights if self._optimizer.gathers(weight)]
-
-    @cached_property
-    def _mtp_projections(self) -> list[ParamSpec]:
-        """The projection of an MTP layer, which other layers do not have."""
-        return [w for w in self._matrices(mtp_layer_weights(self._model_config)) if w.part == "mtp"]
-
-
-def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]:
-    """Return the weights of a model, each with the number of them."""
-    model = model_spec.config
-    units = [(1, (embedding_weight(model),)), (1, head_weights(model)), (model.mtp_layers, mtp_layer_weights(model))]
-    units += [(count, model_spec.kinds[kind].params) for kind, count in Counter(model_spec.layers).items()]
-    return [(count, weight) for count, weights in units for weight in weights]
 
 
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
@@ -186,7 +168,10 @@ class DataParallelCostModel:
         self.workload = workload
         self.gemm = gemm
         self.rank_contents = rank_contents
-        weights = model_weights_by_count(model_spec)
+        model = model_spec.config
+        ends = [(1, (embedding_weight(model),)), (1, head_weights(model)), (model.mtp_layers, mtp_layer_weights(model))]
+        layers = [(count, model_spec.kinds[kind].params) for kind, count in Counter(model_spec.layers).items()]
+        weights = [(count, weight) for count, unit in (*ends, *layers) for weight in unit]
         optimizer = workload.optimizer
         others = [(count * weight.numel, weight) for count, weight in weights if not optimizer.gathers(weight)]
         self._gathered_cost = None
@@ -194,6 +179,7 @@ class DataParallelCostModel:
             self._gathered_cost = GatheredMatrixCost(model_spec, device, workload)
         self._update_bytes = _mean(others, optimizer.traffic)
         self._moment_bytes = _mean(others, lambda weight: _moment_bytes(optimizer.states(weight)))
+        """Bytes of the states of a number, with float32 master weights."""
 
     def _cost_key(self, m: ParallelMapping) -> tuple[object, ...]:
         groups = m.dp * m.cp, m.tp, m.edp, m.etp * m.ep
@@ -299,7 +285,6 @@ def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec],
 
 
 def _moment_bytes(states: Sequence[StateSpec]) -> int:
-    """Return the bytes of the states of each number of a weight, with float32 master weights."""
     return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not (state.is_count or state.is_kept))
 
 

@@ -107,9 +107,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
     """Return the recipe with the precision to price, and the planner's name of the precision.
 
     Args:
-        cfg: a recipe.
         given: --precision, which takes precedence; None: the precision of the recipe.
-        device: the GPU.
 
     Raises:
         ConfigError: the runtime would emulate the precision there, which has no price, or the rate of the compute type
@@ -129,9 +127,11 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
     precision_reason = matrix_unit_unsupported_reason(cfg.run, precision, device)
     if precision_reason:
         setting = f"train.precision={cfg.train.precision!r}" if given is None else f"{Setting('--precision', given):s}"
+        names = (name for name in device.peak_flops if not matrix_unit_unsupported_reason(cfg.run, name, device))
+        options = " or ".join(f"{Setting('--precision', name):s}" for name in names)
         raise ConfigError(
             f"{setting} has no price here, as {precision_reason}: moefold would simulate it, at the speed of float32 "
-            f"at best; choose {format_precision_options(cfg.run, device)}"
+            f"at best; choose {options}"
         )
     # Rules that read the precision see the priced one; `check_recipe_precision` rejects a recipe of fp8.
     recipe_precision = RECIPE_NAMES.get(precision, RECIPE_NAMES[BF16])
@@ -160,12 +160,6 @@ def dtype_unsupported_reason(run: RunConfig, device: Device) -> str:
     if run.dtype == "bfloat16" or run.dtype in device.wide_flops:
         return ""
     return f"nothing is known of {device.name} in {run.dtype}"
-
-
-def format_precision_options(run: RunConfig, device: Device) -> str:
-    """Format the precisions that a recipe can have on a device, as options."""
-    names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(run, name, device)]
-    return " or ".join(f"{Setting('--precision', name):s}" for name in names)
 
 
 def check_recipe_precision(precision: str, device: Device) -> None:

@@ -134,12 +134,6 @@ def projections_of(layer: Layer) -> Projections:
     )
 
 
-@lru_cache(maxsize=1024)
-def matrices_of_expert(part: RoutedPart) -> int:
-    """Return the matrices of an expert: 3 with a gate (SwiGLU), 2 without."""
-    return sum(weight.is_expert and weight.is_matrix for weight in part.params(1))
-
-
 @dataclass(frozen=True, slots=True)
 class CostItem:
     """One timed operation of a layer."""
@@ -222,14 +216,11 @@ class LayerCostModel:
         layer = self.model_spec.kinds[kind]
         if not projections_of(layer).output_width:
             return BlockTime()
-        return _MixerCost(self, layer, mapping, self._attention_load(layer, peers)).block_time()
-
-    def _attention_load(self, layer: Layer, peers: AttentionPeers | None) -> AttentionLoad | None:
-        """Return the attention work where samples hold documents; None: a sample is one document."""
         loads = self.workload.attention
-        if loads is None or layer.attention.is_recurrent:
-            return None
-        return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
+        load = None
+        if loads is not None and not layer.attention.is_recurrent:
+            load = loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
+        return _MixerCost(self, layer, mapping, load).block_time()
 
     def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
         # cp matters only by the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
@@ -516,7 +507,8 @@ class _MoECost(_BlockCost):
     def __init__(self, costs: LayerCostModel, part: RoutedPart, mapping: ParallelMapping) -> None:
         super().__init__(costs, mapping)
         self.part = part
-        self.num_matrices = matrices_of_expert(part)
+        self.num_matrices = sum(weight.is_expert and weight.is_matrix for weight in part.params(1))
+        """3 with a gate (SwiGLU), 2 without."""
         self.top_k = part.mean_active
         """Experts of a token that compute, on average."""
         self.ep = mapping.ep
@@ -540,7 +532,7 @@ class _MoECost(_BlockCost):
             self.width,
             self.num_matrices,
             self.local_experts,
-            self._activation_passes,
+            1.0 if self.has_fused_activation else self._unfused_activation_passes,
         )
         comm = self._ep_comm(gemm.value_bytes)
         router_s = self._router_s()
@@ -548,7 +540,7 @@ class _MoECost(_BlockCost):
         forward = [
             CostItem("router", router_s + self.passes_s),
             permute,
-            *self._ep_comm(self.workload.dispatch_bytes),
+            *self._ep_comm(self.workload.wire.value_bytes(gemm.value_bytes)),
             CostItem("experts", experts_s),
             *reversed(comm),
             permute,
@@ -578,10 +570,7 @@ class _MoECost(_BlockCost):
         return BlockTime(tuple(forward), tuple(backward), weights_s, kernels, syncs, tuple(recompute))
 
     @property
-    def _activation_passes(self) -> float:
-        """Memory passes of the experts' activation; a clamped one with biases took more before it was fused."""
-        if self.has_fused_activation:
-            return 1.0
+    def _unfused_activation_passes(self) -> float:
         return CLAMPED_SWIGLU_PASSES * (UNFUSED_CLAMP_FACTOR if self.workload.unfused_clamp else 1.0)
 
     def _activation_again_s(self) -> float:

@@ -18,7 +18,6 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.recompute_parts import recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
@@ -29,7 +28,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
 from moefold.planner.model_spec import ModelSpec, train_flops
-from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
+from moefold.planner.stages import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
 from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
@@ -186,7 +185,18 @@ class CostModel:
         seconds["dp_comm"] += float(self.data_parallel.exposed_s(mapping, data_parallel, *busy, n))
         seconds["bubble"] += float(passes.bubble_s[0, 0])
         seconds["optimizer"] += data_parallel.optimizer_s + STEP_OVERHEAD_S
-        return self._build_step_time(seconds, n, mapping.world_size)
+        total = sum(seconds.values())
+        w = self.workload
+        tokens = w.global_batch_size * w.seq_len / mapping.world_size / total
+        flops = tokens * self.flops_per_token
+        return StepTime(
+            total_s=total,
+            parts=seconds,
+            num_micro_batches=n,
+            tokens_per_s_per_gpu=tokens,
+            tflops_per_gpu=flops / 1e12,
+            mfu=flops / self.device.peak("bf16"),
+        )
 
     def pass_times(
         self,
@@ -231,13 +241,9 @@ class CostModel:
             place: index of the pipeline.
         """
         comm = self.data_parallel.cost(mapping)
-        exposed_s = self.data_parallel.exposed_s(
-            mapping,
-            comm,
-            passes.forward_s[place],
-            passes.backward_s[place],
-            mapping.num_micro_batches(self.workload.global_batch_size),
-        )
+        n = mapping.num_micro_batches(self.workload.global_batch_size)
+        busy = passes.forward_s[place], passes.backward_s[place]
+        exposed_s = self.data_parallel.exposed_s(mapping, comm, *busy, n)
         seconds: Seconds = passes.seconds[place] + exposed_s + comm.optimizer_s + STEP_OVERHEAD_S
         return seconds
 
@@ -301,7 +307,10 @@ class CostModel:
         busy = sum(forward), sum(backward) + recompute_s
         launch_s = self._launch_gaps_s(blocks, busy, strategies)
         busy = busy[0] + launch_s[0], busy[1] + launch_s[1]
-        offloaded = self._offloaded_bytes(kind, mapping, strategies)
+        # Published steps do not give the dtypes that they offload; their offload is assumed hidden.
+        offloaded: Any = 0.0
+        if strategies.offloads and not self.workload.is_megatron:
+            offloaded = self.activation_memory.offloaded_bytes(mapping, strategies)[:, kind]
         offload_s = [self.exposed_offload_s(offloaded, busy_s) for busy_s in busy]
         seconds |= {"recompute": recompute_s, "launch": sum(launch_s), "offload": sum(offload_s)}
         return LayerTime(
@@ -357,13 +366,6 @@ class CostModel:
         hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
         return compute, cost.all_to_all_s - hidden
 
-    def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
-        """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
-        if self.workload.is_megatron or not strategies.offloads:
-            # Published steps do not give the dtypes that they offload; their offload is assumed hidden.
-            return np.zeros(len(strategies))
-        return self.activation_memory.offloaded_bytes(mapping, strategies)[:, kind]
-
     def exposed_offload_s(self, offloaded_bytes: Any, busy_s: Any) -> Any:
         """Return the exposed seconds of activation offload of a layer in one direction, where `busy_s` hides the rest.
 
@@ -396,7 +398,9 @@ class CostModel:
                 kernels = block.kernels[way] + way * repeats * block.kernels[0]
                 gaps = gaps + kernels * (1.0 if share else GRAPH_GAP_SHARE)
                 host = host + kernels * share
-            joined = _concurrent_s(seconds + gaps * device.kernel_gap_s, host * host_launch_s)
+            # With equal segments a layer would take the longer of both times; they differ, so it takes a little more.
+            device_s = seconds + gaps * device.kernel_gap_s
+            joined = (device_s**CONCURRENCY + (host * host_launch_s) ** CONCURRENCY) ** (1 / CONCURRENCY)
             waits.append(joined - seconds)
         syncs = blocks[1].host_syncs * device.sync_s * launched[1]
         return waits[0] + syncs, waits[1] + again[1] * syncs
@@ -420,9 +424,14 @@ class CostModel:
     @memoised(lambda self, pp, vpp, schedule: (pp, vpp, schedule_named(schedule).placement))
     def rank_contents(self, pp: int, vpp: int, schedule: str | Part) -> tuple[RankContent, ...]:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
-        chunks = self.split(placed_ranks(schedule, pp, vpp))
-        placed = chunks_of_rank(chunks, schedule, pp, vpp)
-        return tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
+        ranks = placed_ranks(schedule, pp, vpp)
+        chunks = self.split(ranks)
+        found = []
+        for stages in stages_by_rank(ranks):
+            own = [chunks[i] for i in stages]
+            counts = tuple(map(sum, zip(*(chunk.kind_counts for chunk in own), strict=True)))
+            found.append((counts, any(chunk.has_embedding for chunk in own), any(chunk.has_loss for chunk in own)))
+        return tuple(found)
 
     def p2p_s(self, mapping: ParallelMapping) -> float:
         """Return the seconds of one send of hidden states to the next stage, or of their gradients back."""
@@ -443,20 +452,6 @@ class CostModel:
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
         return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
 
-    def _build_step_time(self, seconds: dict[str, float], num_micro_batches: int, world_size: int) -> StepTime:
-        total = sum(seconds.values())
-        w = self.workload
-        tokens = w.global_batch_size * w.seq_len / world_size / total
-        flops = tokens * self.flops_per_token
-        return StepTime(
-            total_s=total,
-            parts=seconds,
-            num_micro_batches=num_micro_batches,
-            tokens_per_s_per_gpu=tokens,
-            tflops_per_gpu=flops / 1e12,
-            mfu=flops / self.device.peak("bf16"),
-        )
-
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemoryStrategies) -> Seconds:
     """Return the seconds that recomputation takes, [strategies]."""
@@ -466,14 +461,6 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemorySt
         seconds += part_s * shares[part]
     seconds += sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
     return seconds[strategies.recompute_set_indices]
-
-
-def _concurrent_s(device_s: Any, host_s: Any) -> Any:
-    """Return the seconds of a layer whose host and device run concurrently, and wait for each other inside it.
-
-    With equal segments it would be the longer of both. Segments differ, so a layer takes a little more: the p-norm.
-    """
-    return (device_s**CONCURRENCY + host_s**CONCURRENCY) ** (1 / CONCURRENCY)
 
 
 @lru_cache(maxsize=256)
@@ -491,11 +478,6 @@ def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
         larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
         found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
     return found
-
-
-def _rank_content(chunks: tuple[ModelChunk, ...]) -> tuple[tuple[int, ...], bool, bool]:
-    counts = tuple(sum(column) for column in zip(*(chunk.kind_counts for chunk in chunks), strict=True))
-    return counts, any(c.has_embedding for c in chunks), any(c.has_loss for c in chunks)
 
 
 def _bubbles(

@@ -52,11 +52,6 @@ class BytesPerParam:
     """Each of the two moments: 2, or the bytes of the gradient."""
 
 
-def published_optimizer() -> OptimizerPart:
-    """Return AdamW with float32 moments, which published steps use and which is the default of a recipe."""
-    return chosen_in(TrainConfig(), OptimizerPart)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingWorkload:
     """One optimizer step."""
@@ -108,8 +103,8 @@ class TrainingWorkload:
     prints OOM for 465B parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
     """Types of master weights, gradients and moments; None: the recipe's types."""
-    optimizer: OptimizerPart = field(default_factory=published_optimizer)
-    """The optimizer."""
+    optimizer: OptimizerPart = field(default_factory=lambda: chosen_in(TrainConfig(), OptimizerPart))
+    """AdamW with float32 moments, unless given: published steps use it, and it is the default of a recipe."""
     is_megatron: bool = False
     """True for Megatron-Core with Transformer Engine, the software of most published steps. False for moefold and other
     software on torch's FSDP and pipelines. Megatron-Core's kernels save less, expert_activation recomputes no GEMM, and
@@ -148,11 +143,6 @@ class TrainingWorkload:
     def value_bytes(self) -> int:
         """Bytes of an activation value."""
         return ITEM_BYTES[self.dtype]
-
-    @property
-    def dispatch_bytes(self) -> float:
-        """Bytes of a dispatched value."""
-        return self.wire.value_bytes(self.value_bytes)
 
     @property
     def gemm_precision(self) -> str:

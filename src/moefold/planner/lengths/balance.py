@@ -5,10 +5,9 @@ Rounds are drawn once, with a fixed seed, and all mappings and placements are pr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +31,6 @@ SAMPLES_OF_EFFECTIVE_LENGTH = 2048
 Floats = NDArray[np.float64]
 
 
-class RoundKey(NamedTuple):
-    """Mapping and window whose rounds are planned."""
-
-    cp: int
-    dp: int
-    mbs: int
-    window: int
-    ranks_per_node: int = 0
-    """Consecutive ranks of dp x cp in a node; 0: all."""
-
-
 @dataclass(frozen=True)
 class RoundLoads:
     """Attention of some rounds, by rank."""
@@ -60,7 +48,7 @@ class RoundLoads:
     received_keys: float = 0.0
     """Rows of keys and values that are sent to another rank, for each token."""
 
-    @cached_property
+    @property
     def max_over_mean(self) -> float:
         """Pairs of the busiest rank over the mean of all ranks, on average over the rounds."""
         return float((self.pairs.max(1) / self.pairs.mean(1)).mean())
@@ -81,7 +69,8 @@ class DocumentLoads:
     only_round: int | None = None
     is_lower_bound: bool = False
     """True if `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
-    _rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
+    known_rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
+    """Rounds planned so far, by shape, window, ranks of a node and strategy."""
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
@@ -114,10 +103,7 @@ class DocumentLoads:
 
     def mean_load(self, window: int) -> AttentionLoad:
         """Return the mean work: equal on all ranks, whole samples in a kernel."""
-        key = ("mean", window)
-        if key not in self._rounds:
-            self._rounds[key] = self._load_rounds(RoundKey(1, 1, 1, window), default_part(ContextPart))
-        pairs = self._rounds[key].pairs
+        pairs = self._rounds_of(RoundShape(seq_len=self.seq_len), window, 0, default_part(ContextPart)).pairs
         keys = float(pairs.mean()) / self.seq_len
         return AttentionLoad(keys, keys, float(self.seq_len), is_planned=self.strategy.is_planned)
 
@@ -127,14 +113,10 @@ class DocumentLoads:
         return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
     def rounds(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> RoundLoads:
-        """Plan the rounds of a mapping; cached."""
-        round_key = RoundKey(cp, dp, mbs, window, ranks_per_node)
-        if not self._depends_on_nodes(round_key):
-            round_key = round_key._replace(ranks_per_node=0)
-        key = (round_key, self.strategy)
-        if key not in self._rounds:
-            self._rounds[key] = self._load_rounds(round_key, self.strategy)
-        return self._rounds[key]
+        """Plan the rounds of a mapping with some consecutive ranks of dp x cp in a node, 0: all; cached."""
+        shape = RoundShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len)
+        in_node = ranks_per_node if self._depends_on_nodes(cp, dp, ranks_per_node) else 0
+        return self._rounds_of(shape, window, in_node, self.strategy)
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that exchange rows."""
@@ -144,11 +126,11 @@ class DocumentLoads:
         """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
         return min(lcm(peers.group, self._exchange_ranks(peers)), peers.cp * peers.dp)
 
-    def _depends_on_nodes(self, key: RoundKey) -> bool:
+    def _depends_on_nodes(self, cp: int, dp: int, ranks_per_node: int) -> bool:
         """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
-        if not self.strategy.is_planned or key.ranks_per_node >= key.cp * key.dp:
+        if not self.strategy.is_planned or ranks_per_node >= cp * dp:
             return False
-        return self.strategy.plan.shares_work or key.ranks_per_node % key.cp != 0
+        return self.strategy.plan.shares_work or ranks_per_node % cp != 0
 
     def _even_load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """Return a lower bound of `load`: the busiest rank has at least the mean of the rounds that `_busiest` uses."""
@@ -171,14 +153,18 @@ class DocumentLoads:
             is_planned=self.strategy.is_planned,
         )
 
-    def _load_rounds(self, key: RoundKey, strategy: ContextPart) -> RoundLoads:
-        shape = RoundShape(dp=key.dp, cp=key.cp, micro_batch_size=key.mbs, seq_len=self.seq_len)
-        count = num_planned_rounds(shape.num_ranks)
-        samples = self._first_samples(count * shape.num_samples)
-        rounds = [samples[first : first + shape.num_samples] for first in range(0, len(samples), shape.num_samples)]
-        if strategy.shards_heads:
-            return _head_loads(rounds, shape, key.window)
-        return plan_loads(rounds, shape, key.window, strategy, key.ranks_per_node)
+    def _rounds_of(self, shape: RoundShape, window: int, ranks_per_node: int, strategy: ContextPart) -> RoundLoads:
+        key = shape, window, ranks_per_node, strategy
+        if key not in self.known_rounds:
+            size = shape.num_samples
+            samples = self._first_samples(num_planned_rounds(shape.num_ranks) * size)
+            rounds = [samples[first : first + size] for first in range(0, len(samples), size)]
+            self.known_rounds[key] = (
+                _head_loads(rounds, shape, window)
+                if strategy.shards_heads
+                else plan_loads(rounds, shape, window, strategy, ranks_per_node)
+            )
+        return self.known_rounds[key]
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
         """Return the first samples of the seed; a longer draw begins with the samples of a shorter one."""

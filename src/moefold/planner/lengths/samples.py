@@ -6,12 +6,24 @@ into. The rest of that document begins the next sample, as a separate document.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moefold.planner.lengths.distribution import LengthDistribution, Lengths
+from moefold.config.data import DataConfig
+from moefold.config.rl import RLConfig
+from moefold.errors import ConfigError, Setting
+from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
+
+if TYPE_CHECKING:
+    from moefold.data.sample import Sample
 
 DRAWN_AT_ONCE = 4096
+CONFIG_FILE = "config.json"
+MAX_RUN_SAMPLES = 1024
+"""Maximum number of samples of a run whose documents are measured; they are its first samples."""
+
 
 SampleLengths = tuple[int, ...]
 """Lengths of the documents of a sample, in their order; they add up to S."""
@@ -78,3 +90,83 @@ def effective_length(samples: list[SampleLengths]) -> float:
     """
     lengths = np.concatenate([np.array(sample, dtype=np.float64) for sample in samples])
     return float((lengths**2).sum() / lengths.sum())
+
+
+def open_document_samples(name: str, seq_len: int) -> DocumentSamples:
+    """Open the documents of `--lengths NAME|FILE|RUN` for samples of `seq_len` tokens.
+
+    Raises:
+        ConfigError: there is no such histogram, file or run, or the run has no documents or other samples.
+    """
+    folder = Path(name)
+    if name and folder.is_dir():
+        return _samples_of_run(folder, seq_len)
+    return StreamedSamples(load_distribution(name))
+
+
+def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
+    """Check that the samples of a recipe hold documents, so that their lengths count.
+
+    Raises:
+        ConfigError: the samples do not hold documents, or they are rollouts.
+    """
+    if rl.is_on:
+        raise ConfigError(
+            f"{Setting('--lengths', name)} has no effect on reinforcement learning, whose samples are rollouts; leave "
+            "it out"
+        )
+    if not data.may_have_documents:
+        raise ConfigError(
+            f"{Setting('--lengths', name)} has no effect on a recipe without documents, in which a sample is one "
+            f"document (data.kind={data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, "
+            f"or leave {Setting('--lengths')} out"
+        )
+
+
+def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
+    """Describe how many documents are longer than a sample; empty if none is."""
+    if not isinstance(samples, StreamedSamples):
+        return ""
+    fractions = (np.arange(100_000) + 0.5) / 100_000
+    share = float((samples.distribution.quantile(fractions) > seq_len).mean())
+    if not share:
+        return ""
+    return f"{share:.2%} of the documents are longer than a sample of {seq_len:,} tokens and are cut at its end"
+
+
+def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
+    """Read the document lengths of the first samples that a run trains on."""
+    # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
+    from moefold.convert.run_config import parse_run_config, read_json_object
+    from moefold.data.dataset import open_dataset
+
+    path = folder / CONFIG_FILE
+    tree = read_json_object(path)
+    if not tree:
+        raise ConfigError(
+            f"{Setting('--lengths', str(folder))} holds no run: {path} is missing; name the run.dir of a run"
+        )
+    cfg = parse_run_config(tree, path)
+    check_documents(cfg.data, cfg.rl, str(folder))
+    if cfg.train.seq_len != seq_len:
+        raise ConfigError(
+            f"{Setting('--lengths', str(folder))} is a run with samples of {cfg.train.seq_len} tokens, and "
+            f"{Setting('--seq-len')} is {seq_len}; its documents were cut at the ends of its samples: choose the same "
+            "length, or name a file of lengths"
+        )
+    data = open_dataset(
+        cfg.data, seq_len=seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+    ).train
+    indices = data.next_sample_indices(0, min(len(data), MAX_RUN_SAMPLES))
+    found = [_document_lengths(data.annotated_sample(index), seq_len) for index in indices]
+    return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))
+
+
+def _document_lengths(sample: "Sample", seq_len: int) -> SampleLengths:
+    """Return the lengths of the documents of a sample as attention sees them, so also of its padding."""
+    from moefold.data.sample import stack_samples
+
+    starts = stack_samples([sample], seq_len).document_starts()
+    assert starts is not None, "stacked samples have documents"
+    bounds = np.flatnonzero(starts[0] == np.arange(seq_len))
+    return tuple(np.diff([*bounds.tolist(), seq_len]).tolist())

@@ -105,26 +105,46 @@ class ActivationMemoryTable:
         """Return the bytes of each activation column under a mapping, [`PARTS`, columns]."""
         recompute, offload = memory_strategy(mapping)
         table = self._one_sample_table(mapping, recompute)
-        table = without_offloaded(table, self.columns, offload) * (mapping.mbs / mapping.cp)
+        table = without_offloaded(table, self.columns, offload) * self._samples(mapping)
         table[PARTS.index("logits")] += self._fixed_head_bytes(mapping)
         return table
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the sums over parts under every memory strategy, [strategies, columns]."""
-        totals: ByteTable = self._per_sample_tables(mapping, strategies)[0] * (mapping.mbs / mapping.cp)
+        totals: ByteTable = self._per_sample_tables(mapping, strategies)[0] * self._samples(mapping)
         return totals + self._fixed_head_bytes(mapping)
 
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
         # Offloaded tensors are saved tensors, which do not depend on overlap.
-        offloaded: ByteTable = self._per_sample_tables(replace(mapping, overlap=False), strategies)[1] * (
-            mapping.mbs / mapping.cp
+        _, offloaded = self._per_sample_tables(replace(mapping, overlap=False), strategies)
+        found: ByteTable = offloaded * self._samples(mapping)
+        return found
+
+    def _samples(self, mapping: ParallelMapping) -> float:
+        """Return the bytes of a mapping over the bytes of the tables: of one sample over `_table_cp` ranks."""
+        return mapping.mbs * self._table_cp(mapping) / mapping.cp
+
+    def _table_cp(self, mapping: ParallelMapping) -> int:
+        return min(mapping.cp, self._max_cp)
+
+    @cached_property
+    def _max_cp(self) -> int:
+        """Context parallelism beyond which only the tokens of a rank decide its bytes.
+
+        It is 1, or 2 if layers save more under any cp (latent attention pads its values, Ulysses saves outputs twice).
+        Sparse attention gathers the keys of all ranks, so its bytes depend on each degree.
+        """
+        one, two, four = (
+            list(self._formula(ParallelMapping(cp=cp, mbs=cp)).saved_by_kind.values()) for cp in (1, 2, 4)
         )
-        return offloaded
+        if two == four:
+            return 1 if one == two else 2
+        return self.workload.seq_len
 
     @memoised(lambda self, m, strategies: (self.cache_key(m), strategies))
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
-        """Return the totals and the offloaded bytes of one sample without cp: both are linear in the tokens."""
+        """Return the totals and the offloaded bytes of one sample over `_table_cp` ranks: both follow the tokens."""
         columns = self.columns
         bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
         which = strategies.recompute_set_indices
@@ -141,14 +161,8 @@ class ActivationMemoryTable:
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
         ep = mapping.ep if has_ep else min(mapping.ep, 2)
-        return (
-            mapping.tp,
-            mapping.etp,
-            ep,
-            min(self.workload.max_over_mean(mapping.ep), mapping.ep),
-            dispatcher,
-            mapping.overlap,
-        )
+        imbalance = min(self.workload.max_over_mean(mapping.ep), mapping.ep)
+        return (mapping.tp, self._table_cp(mapping), mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
 
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
@@ -176,12 +190,12 @@ class ActivationMemoryTable:
         # The recomputed parts of the layer of `mtp` change its size by a multiple of the tokens.
         for name in ("head", "mtp", "logits", "delayed_head"):
             column = self.columns.end_column(name)
-            found[column] = ends[name].total() - plain[column] * (mapping.mbs / mapping.cp)
+            found[column] = ends[name].total() - plain[column] * self._samples(mapping)
         return found
 
     @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
     def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> tuple[ByteTable, ByteTable]:
-        """Return the bytes of one sample without cp, and nothing offloaded.
+        """Return the bytes of one sample over `_table_cp` ranks, and nothing offloaded.
 
         Returns:
             The sums over parts, [columns].
@@ -191,15 +205,15 @@ class ActivationMemoryTable:
         return table.sum(axis=0), table[:, self.columns.layer_slice("saved")]
 
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
-        """Return the bytes of each column for one sample without cp, nothing offloaded, [`PARTS`, columns]."""
-        formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
+        """Return the bytes of one sample over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
+        formula = self._formula(replace(mapping, cp=self._table_cp(mapping), mbs=1), recompute)
         return activation_table(
             formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
         )
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""
-        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp,)
+        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp, self._table_cp(m))
         return (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
 
     @memoised(_layer_key)

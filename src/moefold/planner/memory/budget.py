@@ -26,7 +26,7 @@ from moefold.planner.memory.activations import (
 )
 from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
+from moefold.planner.stages import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
 from moefold.terminal import GIB
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
@@ -141,7 +141,7 @@ class MemoryModel:
         which: NDArray[np.intp] | slice = slice(None),
     ) -> NDArray[np.float64]:
         """Return the bytes of the fullest rank with some of the memory strategies, not the mapping's own, [which]."""
-        snapshots = self._find(self._shortest_schedule(mapping), True)
+        snapshots = self._all_snapshots(mapping)
         activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies)[which].T
         if mapping.overlap:
             activations[snapshots.occurrence[:, strategies.recomputes_comm[which]] == 0] = -np.inf
@@ -153,7 +153,7 @@ class MemoryModel:
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of a step that may be the memory peak."""
-        snapshots = self._find(self._shortest_schedule(mapping), True)
+        snapshots = self._all_snapshots(mapping)
         if not mapping.overlap:
             return snapshots
         at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
@@ -161,21 +161,20 @@ class MemoryModel:
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
-        return self._find(self._shortest_schedule(mapping), False)
+        return self._all_snapshots(mapping, finds_all=False)
 
-    @memoised(all_arguments)
-    def _find(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
-        pipeline = schedule.schedule, schedule.pp, schedule.vpp
-        chunks = self.split(placed_ranks(*pipeline))
-        placed = chunks_of_rank(chunks, *pipeline)
-        found = StepSnapshots(schedule, chunks, placed, self.columns, finds_all=finds_all)
-        return found.candidates() if finds_all else found.few_candidates()
-
-    def _shortest_schedule(self, mapping: ParallelMapping) -> StepSchedule:
-        """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""
+    def _all_snapshots(self, mapping: ParallelMapping, *, finds_all: bool = True) -> MemorySnapshots:
+        """Return the snapshots with and without recomputed all-to-alls."""
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        return StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap).shortest_equivalent
+        whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap)
+        return self._snapshots_of(whole.shortest_equivalent, finds_all)
+
+    @memoised(all_arguments)
+    def _snapshots_of(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
+        ranks = placed_ranks(schedule.schedule, schedule.pp, schedule.vpp)
+        found = StepSnapshots(schedule, self.split(ranks), stages_by_rank(ranks), self.columns, finds_all=finds_all)
+        return found.candidates() if finds_all else found.few_candidates()
 
 
 RESERVE_FRACTION = 0.05

@@ -65,11 +65,6 @@ AXIS_KEYS = {
 AxisValues = Mapping[str, Any]
 
 
-def _model_parallel_size(values: AxisValues) -> int:
-    """Return tp*cp*pp, which stands for dp: the world size is the same for all mappings."""
-    return int(values["tp"] * values["cp"] * values["pp"])
-
-
 def _samples_per_dispatch(values: AxisValues) -> float:
     """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number.
 
@@ -80,37 +75,28 @@ def _samples_per_dispatch(values: AxisValues) -> float:
     return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 
 
-def _crosses_ranks(values: AxisValues) -> bool:
-    """Return whether tokens are sent to experts on other ranks."""
-    return bool(values["ep"] * values["etp"] > 1)
-
-
-def _samples_per_step(values: AxisValues) -> float:
-    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), as an exact number too."""
-    return float(values["mbs"] / _model_parallel_size(values))
-
-
 DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {
-    "dp": (_model_parallel_size, ("tp", "cp", "pp")),
-    "crosses_ranks": (_crosses_ranks, ("ep", "etp")),
-    "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
+    "dp": (lambda values: values["tp"] * values["cp"] * values["pp"], ("tp", "cp", "pp")),
+    "crosses_ranks": (lambda values: values["ep"] * values["etp"] > 1, ("ep", "etp")),
+    "step": (
+        lambda values: values["mbs"] / (values["tp"] * values["cp"] * values["pp"]),
+        ("mbs", "tp", "cp", "pp"),
+    ),
     "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp", "dispatcher")),
 }
-"""Values that rules derive from several axes: the function, and the axes."""
+"""Values that rules derive from several axes: the function, and the axes. tp*cp*pp stands for dp, as the world size is
+the same for all mappings; `step` are the samples of a micro-batch on all replicas."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[Problem]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
 
-def _validate_selection_split(cfg: Config) -> Iterator[Problem]:
-    """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
-    return selection_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
-
-
-def _validate_shortcut_split(cfg: Config) -> Iterator[Problem]:
-    """Check that layers that share a shortcut fit into stages, which the planner chooses if the recipe has none."""
-    return shortcut_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
+def _validate_split(cfg: Config) -> Iterator[Problem]:
+    """Check that layers of one selection or shortcut fit into stages, chosen by the planner if the recipe has none."""
+    layout = cfg.parallel.pipeline_layout or "auto"
+    yield from shortcut_stage_errors(cfg.model, cfg.parallel, layout)
+    yield from selection_stage_errors(cfg.model, cfg.parallel, layout)
 
 
 def _validate_stage_count(cfg: Config) -> Iterator[Problem]:
@@ -137,8 +123,7 @@ MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
         _validate_stage_count: ("pp", "vpp"),
         validate_schedule: ("pp", "schedule", "vpp"),
         validate_pipeline_layout: ("pp", "schedule", "vpp"),
-        _validate_shortcut_split: ("pp", "vpp"),
-        _validate_selection_split: ("pp", "vpp"),
+        _validate_split: ("pp", "vpp"),
     },
     "pipeline": {
         validate_batch_size: ("dp", "mbs"),
@@ -192,12 +177,7 @@ class MappingConstraints:
         )
 
     def allows(self, level: str, values: AxisValues) -> bool:
-        """Return whether a mapping satisfies the rules of a level of `MAPPING_RULES`.
-
-        Args:
-            level: the level.
-            values: values of every axis that its rules read.
-        """
+        """Return whether a mapping satisfies the rules of a level of `MAPPING_RULES`, given the axes that they read."""
         return all(self._is_satisfied(rule, reads, values) for rule, reads in MAPPING_RULES[level].items())
 
     def can_fold(self, degrees: Mapping[str, int]) -> bool:
@@ -230,11 +210,8 @@ class MappingConstraints:
         return known
 
 
-DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
-
-
 class Fold(NamedTuple):
-    """The degrees of both views, in the order of `DEGREES`."""
+    """The degrees of both views."""
 
     tp: int
     cp: int
@@ -248,6 +225,9 @@ class Fold(NamedTuple):
     def values(self) -> dict[str, int]:
         """The degrees that determine the fold; dp and edp follow."""
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
+
+
+DEGREES = Fold._fields
 
 
 @dataclass(frozen=True)
@@ -268,10 +248,6 @@ def _is_coupled(degrees: Fold) -> bool:
     return degrees.etp == degrees.tp and degrees.dp % degrees.ep == 0
 
 
-def _is_coupled_with_cp(degrees: Fold) -> bool:
-    return degrees.etp == degrees.tp and (degrees.dp * degrees.cp) % degrees.ep == 0
-
-
 FOLDED = "folding"
 """The method without a restriction."""
 
@@ -286,7 +262,9 @@ METHODS = {
     FOLDED: MappingMethod("any ep and etp that fold over the ranks of a stage", lambda d: True, ep_may_span_cp=True),
     COUPLED: MappingMethod("etp = tp, and ep divides dp (Megatron-Core without folding)", _is_coupled),
     COUPLED_WITH_CP: MappingMethod(
-        "etp = tp, and ep divides dp*cp (without folding, as measured)", _is_coupled_with_cp, ep_may_span_cp=True
+        "etp = tp, and ep divides dp*cp (without folding, as measured)",
+        lambda d: d.etp == d.tp and (d.dp * d.cp) % d.ep == 0,
+        ep_may_span_cp=True,
     ),
     "fsdp": MappingMethod("pp = ep = 1, etp = tp, zero = 3", lambda d: _is_coupled(d) and d.pp == d.ep == 1, 3),
     "fsdp+ep": MappingMethod(

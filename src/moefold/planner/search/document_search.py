@@ -36,8 +36,8 @@ class DocumentSearch:
 
     def plans_below(self, limit_s: float, *group: Any, is_beam: bool = False) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
-        searches = self.searches.values()
-        return self._best_of_folds([search.plans_below(limit_s, *group, is_beam=is_beam) for search in searches])
+        found = [search.plans_below(limit_s, *group, is_beam=is_beam) for search in self.searches.values()]
+        return self._best_of_folds(found)
 
     def smallest_plan(self) -> PlannedMapping:
         """See `Search.smallest_plan`."""
@@ -50,13 +50,9 @@ class DocumentSearch:
 
     def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
         """Return the best plan of each fold over all searches, best first."""
+        searches = zip(self.searches, found, strict=True)
+        marked = [replace(plan, attention=strategy) for strategy, plans in searches for plan in plans]
         best: dict[Fold, PlannedMapping] = {}
-        marked = (
-            replace(plan, attention=strategy)
-            for strategy, plans in zip(self.searches, found, strict=True)
-            for plan in plans
-        )
-        for plan in marked:
-            if plan.fold not in best or plan.sort_key < best[plan.fold].sort_key:
-                best[plan.fold] = plan
-        return sorted(best.values(), key=lambda plan: plan.sort_key)
+        for plan in sorted(marked, key=lambda plan: plan.sort_key):
+            best.setdefault(plan.fold, plan)
+        return list(best.values())

@@ -98,8 +98,14 @@ class MemoryFilter:
 
     @cached_property
     def min_share_fits(self) -> bool:
-        """True if a rank's share of what all ranks hold fits."""
-        return self.min_share_bytes(self.space.constraints.base_config.parallel.world_size) < self.usable_bytes
+        """True if a rank's share of what all ranks hold, whatever the mapping, fits: some rank has at least as much."""
+        columns = self.memory_model.columns
+        layers = list(self.memory_model.model_spec.layers)
+        held = [*layers, columns.state_column("embedding"), columns.state_column("head")]
+        states = self._whole_states[:, held].sum(axis=1).min()
+        saved = self._saved_bytes(1, self.frugal_strategies)[columns.layer_slice("saved")]
+        num_ranks = self.space.constraints.base_config.parallel.world_size
+        return float(states + saved[layers].sum()) / num_ranks + self._least_workspace < self.usable_bytes
 
     @cached_property
     def fits_frugally(self) -> bool:
@@ -137,17 +143,6 @@ class MemoryFilter:
         """The memory strategies that recompute whole layers, which save least; all if these are not legal."""
         strategies = self.space.strategies
         return MemoryStrategies(one for one in strategies if "layer" in one[0]) or strategies
-
-    def min_share_bytes(self, num_ranks: int) -> float:
-        """Return the bytes that some rank holds at least, whatever the mapping: its share of what all ranks hold."""
-        columns = self.memory_model.columns
-        layers = list(self.memory_model.model_spec.layers)
-        held = [*layers, columns.state_column("embedding"), columns.state_column("head")]
-        states = self._whole_states[:, held].sum(axis=1).min()
-        inputs = self._saved_bytes(1, self.frugal_strategies)[
-            [columns.layer_column("saved") + kind for kind in layers]
-        ].sum()
-        return float(states + inputs) / num_ranks + self._least_workspace
 
     def _any_fits_with(self, strategies: MemoryStrategies, pick: PipelineChoice = small_pipelines) -> bool:
         """Return whether some mapping with one of the strategies and of the pipelines fits."""

@@ -31,7 +31,7 @@ from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds,
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MemoryEstimate
-from moefold.planner.search.constraints import DEGREES, Fold
+from moefold.planner.search.constraints import DEGREES, FOLDED, METHODS, Fold
 from moefold.planner.search.memory_filter import (
     PLAIN_PIPELINE,
     MemoryFilter,
@@ -72,7 +72,7 @@ class PlannedMapping:
     @property
     def fold(self) -> Fold:
         """The degrees."""
-        return fold_of(self.mapping)
+        return Fold(*(getattr(self.mapping, axis) for axis in DEGREES))
 
     @property
     def sort_key(self) -> tuple[bool, float, float]:
@@ -86,22 +86,13 @@ class PlannedMapping:
         return " + ".join(filter(None, (self.time.bottleneck.replace("_", " "), pays)))
 
 
-def fold_of(m: ParallelMapping) -> Fold:
-    """Return the degrees of a mapping."""
-    return Fold(*(getattr(m, axis) for axis in DEGREES))
-
-
-def _any_fold(fold: Fold) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class MappingGroup:
     """Group of mappings; a search finds its best mapping of each fold."""
 
     count: int = 1
     """Folds to find."""
-    accepts: Callable[[Fold], bool] = _any_fold
+    accepts: Callable[[Fold], bool] = METHODS[FOLDED].accepts
     zero_stages: tuple[int, ...] = ALL_ZERO_STAGES
     title: str = ""
     """Name for display."""
@@ -195,7 +186,7 @@ class Search:
         self,
         limit_s: float,
         zero_stages: tuple[int, ...] = ALL_ZERO_STAGES,
-        accepts: Callable[[Fold], bool] = _any_fold,
+        accepts: Callable[[Fold], bool] = METHODS[FOLDED].accepts,
         *,
         is_beam: bool = False,
     ) -> list[PlannedMapping]:
@@ -283,7 +274,7 @@ class Search:
         plain = self._plain_pipelines(fold, pipelines)
         dispatchers = self._dispatchers(fold, size)
         fastest = min(dispatchers, key=lambda one: self._least_layers_s(fold, size, one))
-        choice = MicroBatchChoice(fold, size, fastest, False, self._small_pipelines(fold, pipelines))
+        choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
         probe = choice.mapping(plain[0])
         choices = [choice]
         is_own = has_own_memory(fastest)
@@ -308,10 +299,6 @@ class Search:
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
         return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
-
-    def _small_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
-        """Return the pipelines to price with least activations."""
-        return small_pipelines(self._plain_pipelines(fold, pipelines))
 
     def _choices(self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]) -> Iterator[MicroBatchChoice]:
         """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""

@@ -98,7 +98,8 @@ class MappingSpace:
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
         """The legal ZeRO stages without overlap."""
-        return tuple(zero for zero in self._allowed_values("zero") if self.constraints.allows("zero", {"zero": zero}))
+        stages = (zero for zero in choices_of(*AXIS_KEYS["zero"]) if self.restriction.allows("zero", zero))
+        return tuple(zero for zero in stages if self.constraints.allows("zero", {"zero": zero}))
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
@@ -362,11 +363,6 @@ class MappingSpace:
             return 1 + sum(part.kind == "|" for part in expand_layout(text))
         except LayoutSyntaxError:
             return layers
-
-    def _allowed_values(self, axis: str) -> list[Any]:
-        """Return the values of an enumerated key that the restriction allows."""
-        section, key = AXIS_KEYS[axis]
-        return [value for value in choices_of(section, key) if self.restriction.allows(axis, value)]
 
     def _schedules(self) -> list[str | Part]:
         """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""

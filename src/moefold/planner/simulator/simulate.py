@@ -136,15 +136,11 @@ class _Simulation:
         stages = self._rounds[action.micro_batch % len(self._rounds)]
         return stages[action.stage].segments(action.kind)
 
-    def _is_local(self, rank: int, key: ActionResult) -> bool:
-        return self._rank_of[key[0]] == rank
-
     def _ready_at(self, rank: int, action: Action) -> float:
         needs = action.consumes(len(self._stages))
-        return max(
-            (self._finished_at[key] if self._is_local(rank, key) else self._arrived_at[key] for key in needs),
-            default=0.0,
-        )
+        # The first field of a result is its stage.
+        at = ((self._finished_at if self._rank_of[key[0]] == rank else self._arrived_at)[key] for key in needs)
+        return max(at, default=0.0)
 
     def _run_slot(self, rank: int, slot: tuple[Action, ...]) -> None:
         if len(slot) > 1 and self._overlap:
