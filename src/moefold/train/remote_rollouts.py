@@ -16,7 +16,7 @@ from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit, PendingSend
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.data.fingerprint import file_sizes, size_differences_by_file
+from moefold.data.fingerprint import file_sizes, size_differences
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError, format_list
@@ -24,9 +24,9 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightReceiver, WeightSender
 from moefold.rl.reward import Reward, check_columns
+from moefold.rl.rollout import pack_step, split_steps
 from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import pack_step, split_steps
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.rollout_sampler import PromptPosition, RoundSampler
@@ -168,7 +168,7 @@ class SamplingWorker:
         """Check that this rank sees the data files of the training ranks."""
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
-        differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
+        differences = size_differences(start.fingerprints, file_sizes(self._cfg.data))
         for rank, difference in enumerate(current_world().all_gather_object(differences)):
             if difference:
                 raise ConfigError(
