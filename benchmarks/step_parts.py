@@ -312,7 +312,7 @@ class StepBreakdown:
         moe = self._moe
         positions = self._positions
         routing = moe.router(x_TH, positions)
-        y = moe._attach_losses(routing.probs_TK, routing, RoutingMap(routing.ids_TK, routing.probs_TK), positions)
+        y = moe.losses.attach(routing.probs_TK, routing, None, positions, moe.last_counts_E)
         return y.sum()
 
     @property

@@ -117,13 +117,13 @@ def _loss_of_known_bounds(cfg: Config) -> float:
     starts = batch.columns["document_starts"].chunk(cfg.num_micro_batches)
     assert batch.document_bounds == tuple(DocumentBounds.of_starts(x) for x in starts)
     assert any(len(bounds) > 2 for micro_batch in batch.document_bounds for bounds in micro_batch.of_samples)
-    block_args = Transformer._block_args
+    layer_inputs = Transformer._layer_inputs
 
-    def checked_block_args(stage, columns, bounds):
+    def checked_layer_inputs(stage, columns, bounds):
         assert bounds == DocumentBounds.of_starts(columns["document_starts"])
-        return block_args(stage, columns, bounds)
+        return layer_inputs(stage, columns, bounds)
 
-    with mock.patch.object(Transformer, "_block_args", checked_block_args):
+    with mock.patch.object(Transformer, "_layer_inputs", checked_layer_inputs):
         return float(model.forward_backward(batch)[0])
 
 
