@@ -1,8 +1,10 @@
-"""Progress of a run: the steps and tokens that it has trained, and its place in the data."""
+"""Progress of a run: its steps, tokens and place in the data, and the steps after which it evaluates or saves."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from moefold.config.checkpoint import CheckpointConfig
 
 
 @dataclass
@@ -65,3 +67,19 @@ class Position:
         earlier = [(int(first), int(end)) for first, end in found["skipped"]]
         found["skipped"] = list(dict.fromkeys(earlier + self.skipped))
         vars(self).update({name: value for name, value in found.items() if name in self.state_dict()})
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether an event with period `every` happens after a step; 0: never."""
+    return every > 0 and step % every == 0
+
+
+def is_evaluation_due(every: int, step: int, last_step: int) -> bool:
+    """Return whether to evaluate after a step: every train.eval_every steps, and after the last one; 0: never."""
+    return is_due(every, step) or (every > 0 and step == last_step)
+
+
+def is_save_due(checkpoint: CheckpointConfig, step: int, *, is_last: bool, is_stopped: bool) -> bool:
+    """Return whether to save after a step. A run that saves at all also saves when a signal stops it."""
+    is_end = (is_last and checkpoint.at_end) or (is_stopped and checkpoint.saves)
+    return is_end or is_due(checkpoint.every, step)

@@ -21,7 +21,7 @@ from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
-from moefold.train.due import is_due
+from moefold.train.position import is_due
 from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
 

@@ -26,7 +26,7 @@ from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.fsdp_hooks import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import clip_gradients, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.train.due import is_due
+from moefold.train.position import is_due
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepGuard
 from moefold.train.step_meter import StepMeter, StepResult, StepTotals
 

@@ -16,7 +16,7 @@ from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
 from moefold.optim.states import step_counts
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.due import is_due, is_save_due
+from moefold.train.position import is_due, is_save_due
 
 if TYPE_CHECKING:
     from moefold.checkpoint.peer_snapshot import PeerSnapshots

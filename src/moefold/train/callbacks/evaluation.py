@@ -7,7 +7,7 @@ from moefold.comm.groups import current_world
 from moefold.config.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.due import is_evaluation_due
+from moefold.train.position import is_evaluation_due
 from moefold.train.signals import SIGNALS
 
 

@@ -18,7 +18,7 @@ from moefold.errors import RunError, format_list
 from moefold.optim.states import named_moments
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.due import is_due, is_save_due
+from moefold.train.position import is_due, is_save_due
 
 
 class ReplicaComparison(StageCallback):

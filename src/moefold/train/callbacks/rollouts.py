@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from moefold.inference.rollouts import rollout_records, token_records
 from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metrics
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.due import is_due, is_evaluation_due
+from moefold.train.position import is_due, is_evaluation_due
 from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.step_fault import MismatchError
 
