@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from moefold.remote_path import RemotePath
-from moefold.terminal import MIB
+from moefold.units import MIB
 
 MAX_RECIPE_BYTES = MIB
 """Recipe or device: the longest shipped file has 4 KiB, and a list of 10,000 data files fits."""

@@ -12,6 +12,7 @@ from tests.architecture.rules import tree_of
 LOOSE = (
     "__init__",
     "terminal",
+    "units",
     "console",
     "bounded_read",
     "errors",

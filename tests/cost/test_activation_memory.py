@@ -33,9 +33,9 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
-from moefold.terminal import GIB
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
+from moefold.units import GIB
 from moefold.validate.config import check_config
 from tests.cost.measured_memory import (
     LATENT,

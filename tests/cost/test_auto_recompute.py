@@ -14,7 +14,7 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import recompute_parts
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
-from moefold.terminal import GIB
+from moefold.units import GIB
 from moefold.validate.config import check_config
 from tests.models import model_of
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moefold.metrics.step_line import PLAIN_INTERVAL_S, Progress, StepLine, format_duration, round_steps
-from moefold.terminal import format_count
+from moefold.units import format_count
 from tests.metrics.example import STEP
 from tests.moved_clock import MovedClock
 

@@ -29,8 +29,8 @@ from moefold.parallel.kernels.select import select_kernels
 from moefold.parallel.kernels.selected import SelectedKernels
 from moefold.parallel.kernels.timed import settle_choices
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.terminal import GIB
 from moefold.topology.layout import fold
+from moefold.units import GIB
 
 MIN_TIMED_S = 0.02
 """Repetitions of one operation are timed together until they take this long."""

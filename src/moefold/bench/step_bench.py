@@ -21,7 +21,7 @@ from moefold.bench.timing import (
 )
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from moefold.config.moe import TRACE_FOLDER
 from moefold.data.routing_trace import MANIFEST, RoutingTrace, TracedStep, TraceShape, step_file
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.expert_balance import COUNTS_FILE, Array, CountsHeader, read_counts_header
-from moefold.terminal import MIB
+from moefold.units import MIB
 
 
 class StepRanges:

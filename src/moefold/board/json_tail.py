@@ -11,7 +11,7 @@ import numpy as np
 
 from moefold.bounded_read import MAX_LINE_BYTES, open_regular, parse_json
 from moefold.metrics.reader import nonfinite_of, parse_step, value_of
-from moefold.terminal import KIB, MIB
+from moefold.units import KIB, MIB
 
 MAX_READ_BYTES = 16 * MIB
 """Maximum bytes per call, unless a single line is longer: about half a second of parsing."""

@@ -12,7 +12,7 @@ from typing import Any
 from moefold.board.json_tail import JsonTail
 from moefold.metrics.reader import finite_number, is_step
 from moefold.metrics.writer import ROLLOUTS_FILE
-from moefold.terminal import MIB
+from moefold.units import MIB
 
 MAX_SEARCH_BYTES = 32 * MIB
 """Maximum bytes of rollouts per search; the answer has the start of the next search."""

@@ -17,7 +17,8 @@ from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import EXIT_FAILED
 from moefold.host.memory import available_host_memory, physical_bytes
-from moefold.terminal import GIB, print_escaped, printable
+from moefold.terminal import print_escaped, printable
+from moefold.units import GIB
 
 
 def network_links(system: Path = Path("/sys/class")) -> list[str]:

@@ -27,9 +27,10 @@ from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
-from moefold.terminal import GIB, format_bytes, print_escaped
+from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout
 from moefold.train.machine_checks import check_offload_folder
+from moefold.units import GIB, format_bytes
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device

@@ -21,7 +21,8 @@ from moefold.planner.query import plan_as_dict
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.search.space import explain_illegal
-from moefold.terminal import GIB, print_escaped
+from moefold.terminal import print_escaped
+from moefold.units import GIB
 
 EXIT_NOT_FEASIBLE = 1
 TIE_TOLERANCE = 1e-9

@@ -25,8 +25,8 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
-from moefold.terminal import GIB
 from moefold.topology.schedules import schedule_named
+from moefold.units import GIB
 
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 

@@ -39,7 +39,8 @@ from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
 from moefold.recipe import load_config
-from moefold.terminal import GIB, print_escaped
+from moefold.terminal import print_escaped
+from moefold.units import GIB
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_memory_device
 

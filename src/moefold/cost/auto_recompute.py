@@ -20,7 +20,7 @@ from moefold.cost.recompute_parts import is_implied, missing_reason, recompute_p
 from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 DEFAULT_MEMORY_FRACTION = 0.9
 """Fraction of a GPU's memory used as default budget; the rest is for kernel workspaces, NCCL and allocator

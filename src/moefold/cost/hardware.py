@@ -17,7 +17,7 @@ from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError, Setting
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 HIGH_PRECISION_DTYPES = ("float32", "float64")
 

@@ -16,7 +16,7 @@ from moefold.cost.hardware import DetectedMachine, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.host.memory import physical_bytes
 from moefold.host.rank_env import RankEnv
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 MAX_CPU_RANKS = 8
 

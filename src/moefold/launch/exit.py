@@ -17,7 +17,8 @@ from typing import NoReturn
 from moefold.file_lock import FileLock, open_lock_file
 from moefold.host.memory import available_host_memory, available_process_memory
 from moefold.host.rank_env import RankEnv
-from moefold.terminal import MULTILINE_CHARS, format_bytes, printable
+from moefold.terminal import MULTILINE_CHARS, printable
+from moefold.units import format_bytes
 
 
 def hard_exit(status: int) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.reader import NONFINITE
-from moefold.terminal import format_count
+from moefold.units import format_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError, install_command
 from moefold.metrics.definitions import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 EVAL_CURVE = SHOWN["eval_loss"].curve
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")

@@ -27,7 +27,7 @@ from moefold.model.local_param import is_weight
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls
 from moefold.offload.backend import BandwidthMeter, CopyEngine, OffloadBackend
 from moefold.offload.offloaded_storage import MicroBatch, OffloadedStorage, PartRun, SavedTensorRef
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 logger = getLogger(__name__)
 

@@ -22,7 +22,7 @@ from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
 from moefold.offload.backend import CopyEngine
 from moefold.optim.states import StateStore
-from moefold.terminal import format_bytes
+from moefold.units import format_bytes
 
 
 class PinnedStore(StateStore):

@@ -17,7 +17,7 @@ from moefold.offload.ssd import SsdFile
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.optim.states import StateStore
 from moefold.parallel.recompute import forward_method, wrap_part
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:

@@ -17,7 +17,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import Wrapper, set_on_modules, wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:

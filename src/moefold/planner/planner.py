@@ -33,7 +33,7 @@ from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 MAX_GPUS = 65536
 """Upper limit of the search for a number of GPUs on which the model fits."""

@@ -31,7 +31,7 @@ from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_contex
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens per sample of a model without a recipe."""

@@ -26,8 +26,8 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import SampleNumbers
 from moefold.errors import SIGNAL_STATUS
 from moefold.optim.lr_schedule import continuation
-from moefold.terminal import format_count
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
+from moefold.units import format_count
 
 MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""

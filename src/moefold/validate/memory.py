@@ -10,7 +10,7 @@ from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError, Problem
-from moefold.terminal import GIB
+from moefold.units import GIB
 
 
 def validate_memory(cfg: Config) -> Iterator[Problem]:

@@ -26,8 +26,8 @@ from moefold.cost.stages import plan_stages
 from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
-from moefold.terminal import GIB, format_bytes
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+from moefold.units import GIB, format_bytes
 from moefold.validate.config import check_config
 
 CERTAIN_FRACTION = 0.75

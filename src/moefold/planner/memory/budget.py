@@ -27,8 +27,8 @@ from moefold.planner.memory.activations import (
 from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
-from moefold.terminal import GIB
 from moefold.topology.schedules import DEFAULT_SCHEDULE
+from moefold.units import GIB
 
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""
