@@ -180,7 +180,7 @@ class GroupedQueryAttention(SelfAttention):
         norms = self.query_norm, self.key_norm
         yield "QK norm of all heads", any(norm is not None and type(norm) is not RMSNorm for norm in norms)
         yield f"heads wider than {kernel.max_head_dim}", self.head_size > kernel.max_head_dim
-        yield "tensor parallelism", not isinstance(self.sequence_parallel, SequenceParallel)
+        yield "tensor parallelism", type(self.sequence_parallel) is not SequenceParallel
         yield "heads of several ranks", self.kv_rows != slice(None)
         parameters = {name for name, _ in self.named_parameters()}
         yield "a gate of attention", "wg" in parameters
