@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Self, get_args
 
-from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, RoundPlan, TokenPlacement
+from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, MicroBatchSetPlan, TokenPlacement
 from moefold.config.part import UnusedKeys
 from moefold.config.small_sizes import SmallSizes
 from moefold.errors import Problem
@@ -22,11 +22,11 @@ MAX_SMALL_BLOCK = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedContext(RoundPlan, ContextPart):
-    """A plan for each round of micro-batches assigns tokens, and the computation of their attention, to ranks."""
+class PlannedContext(MicroBatchSetPlan, ContextPart):
+    """A plan for each micro-batch set assigns tokens, and the computation of their attention, to ranks."""
 
     @property
-    def plan(self) -> RoundPlan:
+    def plan(self) -> MicroBatchSetPlan:
         """The part with the plan: this part."""
         return self
 
@@ -49,7 +49,7 @@ class PlannedContext(RoundPlan, ContextPart):
             yield UnusedKeys(keys, reason, way_out)
         if parallel.cp == 1:
             if parallel.world_size == parallel.tp * parallel.pp:
-                reason = "dp*cp=1 rank has all tokens of a round"
+                reason = "dp*cp=1 rank has all tokens of a micro-batch set"
                 yield UnusedKeys(keys, reason, "give the run more ranks in dp or cp")
             if self.placement == "documents":
                 reason = "parallel.cp=1 leaves every sample whole on its rank"
