@@ -75,8 +75,8 @@ def _rank_env(seat: Seat) -> RankEnv:
 
 
 def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
-    """Generate with the rollout engine and default settings."""
-    from moefold.inference.engine.engine import RolloutEngine
+    """Generate with the generation engine and default settings."""
+    from moefold.inference.engine.engine import GenerationEngine
     from moefold.inference.engine.requests import EngineSettings, Request
     from moefold.inference.load import load_model
     from moefold.inference.sampling import SamplingParams
@@ -102,7 +102,7 @@ def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
                 )
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             ]
-            done = RolloutEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
+            done = GenerationEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
             return {"tokens": [list(completion.tokens) for completion in done]}
 
         turns.take(run)

@@ -202,9 +202,9 @@ def print_stages(console: Console, plan: StagePlan, costs: Sequence[StageCost] |
     table.add_column("holds")
     _add_columns(table, (">weights", "operations") if costs is not None else ())
     for stage in plan.stages:
-        cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
+        cells = [str(stage.index), str(stage.pp_rank), describe_stage(stage.parts)]
         if costs is not None:
-            cost, max_flops = costs[stage.number], max(1, *(cost.flops for cost in costs))
+            cost, max_flops = costs[stage.index], max(1, *(cost.flops for cost in costs))
             share = cost.flops / max_flops
             cells += [compact_count(cost.num_parameters), f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}"]
         table.add_row(*cells)

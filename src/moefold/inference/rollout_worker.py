@@ -9,7 +9,7 @@ import numpy as np
 
 from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.rollout_job import ROLLOUT_NAMES, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
@@ -38,7 +38,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
             request.out.open("w", encoding="utf-8") if is_first else nullcontext() as file,
         ):
             collector = RolloutCollector(
-                RolloutEngine(loaded.model, job.settings, request.sampling),
+                GenerationEngine(loaded.model, job.settings, request.sampling),
                 reward,
                 tokenizer,
                 loaded.groups,

@@ -194,13 +194,13 @@ def merge_times(times_of_ranks: Iterable[Times]) -> Times:
     return {
         operation: usable
         for operation, by_octave in merged.items()
-        if (usable := {o: times_s for o, times_s in by_octave.items() if any(map(math.isfinite, times_s.values()))})
+        if (usable := {o: times_ms for o, times_ms in by_octave.items() if any(map(math.isfinite, times_ms.values()))})
     }
 
 
 def _comparable(times: Times, operation: str, names: tuple[str, ...]) -> dict[int, CandidateTimes]:
     """Return the times of an operation by octave; times of other candidates do not count."""
-    return {octave: times_s for octave, times_s in times.get(operation, {}).items() if times_s.keys() == set(names)}
+    return {octave: times_ms for octave, times_ms in times.get(operation, {}).items() if times_ms.keys() == set(names)}
 
 
 def _text(value: Hashable) -> str:

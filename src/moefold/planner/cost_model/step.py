@@ -34,7 +34,7 @@ from moefold.topology.schedules import schedule_named
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
 COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
-TIME_PARTS = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
+TIME_CATEGORIES = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
 """Parts of a step; every second belongs to one of them."""
 
 HIDDEN_ALL_TO_ALL_FRACTION = 0.5975
@@ -174,7 +174,7 @@ class CostModel:
         layers = [self.layer_time(kind, mapping, own) for kind in range(len(counts))]
         seconds = {
             part: n * sum(count * layer.part_s(part) for count, layer in zip(counts, layers, strict=True))
-            for part in TIME_PARTS
+            for part in TIME_CATEGORIES
         }
         data_parallel = self.data_parallel.cost(mapping)
         posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
@@ -298,7 +298,7 @@ class CostModel:
         mixer, feed_forward = blocks = self.blocks(kind, mapping)
         forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
         backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
-        seconds: dict[str, Any] = dict.fromkeys(TIME_PARTS, 0.0)
+        seconds: dict[str, Any] = dict.fromkeys(TIME_CATEGORIES, 0.0)
         for work in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
             seconds[work.part] += work.seconds
         seconds["tp_comm"] *= self._exposed_tp_fraction

@@ -45,7 +45,7 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE
 BEAM = 300
 """Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, for each number of pipeline
 ranks."""
-MAX_ROUNDS = 4
+MAX_PASSES = 4
 """Passes of the search, each over the mappings that the pass before left out, for groups without a mapping."""
 MAX_PIPELINES = 8
 """Pipelines that are priced for a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
@@ -152,16 +152,16 @@ class Search:
         queue = [_Node(self._fold_bound_s(fold, view), i, view, fold) for i, (fold, view) in enumerate(folds)]
         heapify(queue)
         for number in count():
-            queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
+            queue = sorted(self._search_pass(queue, [one for one in found if not one.best]))
             has_any = any(one.best for one in found)
-            if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and has_any):
+            if not queue or all(one.best for one in found) or (number >= MAX_PASSES and has_any):
                 break
         limit_s = min((one.limit_s for one in found), default=inf)
         bound = queue[0].bound_s if queue else inf
         self.gap = max(0.0, 1 - bound / limit_s) if limit_s < inf else 0.0
         return [sorted(map(self.price, one.mappings()), key=lambda plan: plan.sort_key) for one in found]
 
-    def _search_round(self, queue: list["_Node"], found: Sequence["_Found"]) -> list["_Node"]:
+    def _search_pass(self, queue: list["_Node"], found: Sequence["_Found"]) -> list["_Node"]:
         """Search the queue for the best mappings of groups; return the nodes outside the beam."""
         skipped = []
         taken = Counter[int]()
