@@ -415,10 +415,10 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
             f"no family of Hugging Face models has layers of multi-token prediction (model.mtp_layers="
             f"{model.mtp_layers}) after the layers of this model; --without-mtp leaves them out"
         )
-    reasons = [f"{family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
+    reasons = [f"family {family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
     raise ConfigError(
-        "no family of Hugging Face models computes what this model does; the nearest are (there: this model, here: "
-        "the family)\n  " + "\n  ".join(sorted(reasons, key=len)[:3])
+        "no family of Hugging Face models computes what this model does; the nearest are\n  "
+        + "\n  ".join(sorted(reasons, key=len)[:3])
     )
 
 

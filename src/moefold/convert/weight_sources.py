@@ -239,11 +239,11 @@ def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
     """Describe the error of a tensor of a folder that is not part of the model."""
     if original := find_duplicate_tensors(model, folder.family).get(name):
-        return f"tensor {name} should be {original} again, and differs"
+        return f"tensor {name} must equal {original}, and differs"
     if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
         return (
             f"tensor {name} is of multi-token prediction, of which config.json counts {folder.family.mtp_key}="
-            f"{model.mtp_layers}; mend that, or import with --without-mtp to leave such layers out"
+            f"{model.mtp_layers}; correct it, or import with --without-mtp to leave such layers out"
         )
     if is_mtp_tensor(name, model.num_layers):
         return (

@@ -89,12 +89,12 @@ class OuterOptimizer(OuterWeights):
         """Record that a due outer step does not take place; local."""
 
     @property
-    def carried(self) -> int:
-        """The method's own number in the state that a joining site takes over from another site, 64 bits; 0: none."""
+    def transferred_state(self) -> int:
+        """64-bit integer of the method, copied to a site that joins; 0: unused."""
         return 0
 
-    @carried.setter
-    def carried(self, number: int) -> None:
+    @transferred_state.setter
+    def transferred_state(self, number: int) -> None:
         assert number == 0
 
     @torch.no_grad()

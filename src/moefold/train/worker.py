@@ -313,8 +313,8 @@ class _RunLocks:
         locked = Path(run_dir)
         if choose_run_folder(self._cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
             raise ConfigError(
-                f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and "
-                "left nothing to go on from; start the same command again, which takes a folder of its own"
+                f"run.dir={run_dir!r} was written by another job while this one waited; it has no checkpoint to "
+                "resume; start the same command again, which takes a folder of its own"
             )
 
     def release(self) -> None:

@@ -130,22 +130,22 @@ class OuterOfWholeRounds(OuterOptimizer):
         self.last_update = 0.0
 
     @property
-    def carried(self) -> int:
+    def transferred_state(self) -> int:
         """The bits of the norm of the last outer step."""
         return float_to_bits(self.last_update)
 
-    @carried.setter
-    def carried(self, number: int) -> None:
+    @transferred_state.setter
+    def transferred_state(self, number: int) -> None:
         self.last_update = bits_to_float(number)
 
     def state(self) -> dict[str, int]:
         """Return the numbers of the state, without its tensors."""
-        return super().state() | ({LAST_UPDATE: self.carried} if self._method.penalty else {})
+        return super().state() | ({LAST_UPDATE: self.transferred_state} if self._method.penalty else {})
 
     def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:
         """Restore the state of a checkpoint; see the base class."""
         super().restore(state, load, due)
-        self.carried = state.get(LAST_UPDATE, 0)
+        self.transferred_state = state.get(LAST_UPDATE, 0)
 
 
 def _same_sum_of_ranks(number: float) -> float:
