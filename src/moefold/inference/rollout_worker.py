@@ -72,7 +72,7 @@ class RolloutSummary:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._scores: list[np.ndarray] = []
-        self._parts: list[Mapping[str, np.ndarray]] = []
+        self._scores_by_function: list[Mapping[str, np.ndarray]] = []
         self._num_tokens = 0
         self._num_truncated = 0
         self._rollout_s = 0.0
@@ -82,7 +82,7 @@ class RolloutSummary:
         self._rollout_s += rollout_s
         for group in groups:
             self._scores.append(group.scores)
-            self._parts.append(group.parts)
+            self._scores_by_function.append(group.by_function)
             self._num_tokens += sum(len(rollout.tokens) for rollout in group.rollouts)
             self._num_truncated += sum(rollout.is_truncated for rollout in group.rollouts)
 
@@ -97,7 +97,7 @@ class RolloutSummary:
             "rollouts": scores_PG.size,
             "reward": float(scored.mean()) if scored.size else None,
             "reward_std": float(scored.std()) if scored.size else None,
-            "rewards": mean_rewards(self._parts),
+            "rewards": mean_rewards(self._scores_by_function),
             "pass_at": {str(k): pass_at_k(right_P, self._samples, k) for k in sizes},
             "truncated": self._num_truncated / scores_PG.size,
             "tokens": self._num_tokens,

@@ -136,7 +136,7 @@ class OuterWeights:
         states = [[self._states[kind][name] for kind in kinds if self._states[kind]] for name in names]
         yield from zip(names, self._store.prefetch(states), strict=True)
 
-    def parts(self, names: Sequence[str], vector: Tensor, *, is_mean: bool = False) -> Iterator[Tensor]:
+    def vector_slices(self, names: Sequence[str], vector: Tensor, *, is_mean: bool = False) -> Iterator[Tensor]:
         """Yield the part of each parameter in the vector of a round, in the parameter's shape, type and device.
 
         Args:
@@ -151,7 +151,7 @@ class OuterWeights:
             yield vector[first : first + like.numel()].to(theta).view(like.shape)
             first += self.width(name, is_mean=is_mean)
 
-    def parts_of_buffers(self, mean: Tensor, fragments: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def buffer_slices(self, mean: Tensor, fragments: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each buffer with its part of the mean of a round."""
         first = self._num_in_mean(fragments)
         for _, buffer in self._buffers_of(fragments):
@@ -267,7 +267,7 @@ class OuterWeights:
         """
         entries = {}
         names = self.names(fragments)
-        pieces = (None,) * len(names) if mean is None else self.parts(names, mean, is_mean=True)
+        pieces = (None,) * len(names) if mean is None else self.vector_slices(names, mean, is_mean=True)
         for name, values in zip(names, pieces, strict=True):
             tensor = torch.zeros_like(self._parameters[name].data)
             if values is not None:

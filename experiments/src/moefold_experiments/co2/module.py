@@ -62,7 +62,9 @@ class OuterOfWholeRounds(OuterOptimizer):
     def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Move the weights by their difference again; local."""
         names = self.names(fragments)
-        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, delta), strict=True):
+        for (name, residual), part in zip(
+            self.visit(names, ["residual"]), self.vector_slices(names, delta), strict=True
+        ):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
 
@@ -118,7 +120,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         if not self._moves_both:
             super().set_buffers(mean, fragments, keep_local)
             return
-        for buffer, part in self.parts_of_buffers(mean, fragments):
+        for buffer, part in self.buffer_slices(mean, fragments):
             buffer.add_(part)
 
     def mean_square(self, round_: PendingRound) -> float:

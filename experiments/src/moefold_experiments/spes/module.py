@@ -113,7 +113,7 @@ class OuterOfOwners(OuterOptimizer):
         """Return the elements of the mean of a round that this site would send."""
         names = self.names(fragments)
         found = []
-        for name, part in zip(names, self.parts(names, mean, is_mean=True), strict=True):
+        for name, part in zip(names, self.vector_slices(names, mean, is_mean=True), strict=True):
             values = self.select(name, part).flatten().to("cpu", self.dtype)
             found += [values, values.new_zeros(self.width(name) - len(values))]
         return torch.cat([*found, mean[sum(self.width(name, is_mean=True) for name in names) :]])
