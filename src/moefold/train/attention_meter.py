@@ -26,7 +26,7 @@ class AttentionMeter:
         self._groups = model.groups
         # Equal on all ranks, including ranks without softmax attention.
         self._num_sets = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
-        self._plan_axes = ("stage",) if plan.balances_hosts or plan.moves_tokens else ("tp", "cp")
+        self._plan_axes = ("stage",) if plan.balances_compute_ranks or plan.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:
         """Forget earlier passes."""

@@ -27,7 +27,7 @@ class MicroBatchSetPlacer:
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
         plan = chosen_in(parallel, ContextPart).plan
-        self._shares_work = plan.balances_hosts and parallel.dp * parallel.cp > 1
+        self._shares_work = plan.balances_compute_ranks and parallel.dp * parallel.cp > 1
         self.kind = plan.placement
         self._block = plan.block
         self._groups = groups

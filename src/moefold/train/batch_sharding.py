@@ -69,7 +69,7 @@ class BatchBuilder:
         self._dp_group = groups.attn.dp
         self._placer: MicroBatchSetPlacer | None = None
         plan = chosen_in(parallel, ContextPart).plan
-        if plan.balances_hosts or plan.moves_tokens:
+        if plan.balances_compute_ranks or plan.moves_tokens:
             from moefold.train import batch_placement
 
             self._placer = batch_placement.MicroBatchSetPlacer(parallel, train, groups)

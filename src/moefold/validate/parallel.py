@@ -46,7 +46,7 @@ def validate_attention_pool(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = parallel
     plan = chosen_in(p, ContextPart).plan
-    if not plan.pool or not plan.balances_hosts:
+    if not plan.pool or not plan.balances_compute_ranks:
         return
     pool = plan.pool
     ranks = p.dp * p.cp

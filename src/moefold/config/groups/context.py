@@ -34,7 +34,7 @@ class MicroBatchSetPlan:
     "balanced")."""
 
     @property
-    def balances_hosts(self) -> bool:
+    def balances_compute_ranks(self) -> bool:
         """Return whether ranks with too much attention work send queries to others."""
         return self.hosts == BALANCED
 
@@ -52,7 +52,7 @@ class MicroBatchSetPlan:
         """Return the consecutive ranks of dp x cp that exchange rows of keys or queries."""
         if self.placement == BALANCED:
             return cp * dp
-        return self.pool or cp * dp if self.balances_hosts else cp
+        return self.pool or cp * dp if self.balances_compute_ranks else cp
 
 
 _UNPLANNED = MicroBatchSetPlan()

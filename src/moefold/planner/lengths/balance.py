@@ -249,7 +249,7 @@ def plan_of(
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
     plan = strategy.plan
     placement: Placement = place(plan.placement, shape, bounds_N, plan.block)
-    if not plan.balances_hosts:
+    if not plan.balances_compute_ranks:
         return plan_attention(placement, window=window)
     return plan_attention(
         placement, window=window, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes
