@@ -15,7 +15,7 @@ from moefold.parallel.planned_attention import AttentionPlanner, PlanAttention, 
 from moefold.planner.cost_model.attention_load import exchange_bytes
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.layout import fold
-from moefold.topology.token_placement import MicroBatchSetShape, Placement, document_bounds, place
+from moefold.topology.token_placement import MicroBatchSetShape, Placement, document_bounds, place_tokens
 from tests.model.attention_reference import (
     random_attention,
     random_sinks,
@@ -48,7 +48,7 @@ def _sets() -> list[MicroBatchSet]:
     found = []
     for i, bounds_N in enumerate(DOCUMENTS):
         for kind in ("samples", "documents", "balanced"):
-            placement = place(kind, SHAPE, bounds_N, 1 + i)
+            placement = place_tokens(kind, SHAPE, bounds_N, 1 + i)
             found.append(
                 MicroBatchSet(
                     placement, partial(plan_attention, tolerance=None if kind == "balanced" else 0.0, block=2)
@@ -214,7 +214,7 @@ def _attend_without_sums(sets: list[MicroBatchSet]) -> list[tuple]:
     ("attend", "wrong"), [(_attend_with_a_wrong_row, (0, 1, 2, 3)), (_attend_without_sums, (2, 3))]
 )
 def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
-    each = MicroBatchSet(place("samples", SHAPE, DOCUMENTS[0]), plan_attention)
+    each = MicroBatchSet(place_tokens("samples", SHAPE, DOCUMENTS[0]), plan_attention)
     ranks = [sets[0] for sets in pool.run(4, attend, [each])]
     errors = relative_errors(_assemble(ranks), _expected(each))
     assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors

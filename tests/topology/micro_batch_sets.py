@@ -11,7 +11,7 @@ from moefold.topology.token_placement import (
     MicroBatchSetShape,
     Placement,
     document_bounds,
-    place,
+    place_tokens,
     sorted_placement,
 )
 
@@ -93,7 +93,7 @@ def placements(draw: st.DrawFn) -> Placement:
     kind = draw(st.sampled_from(("samples", "documents", "balanced", "any")))
     if kind == "any":
         return any_placement(shape, bounds_N, draw(st.integers(0, 1000)))
-    return place(kind, shape, bounds_N, draw(st.integers(1, 3)))
+    return place_tokens(kind, shape, bounds_N, draw(st.integers(1, 3)))
 
 
 def any_placement(shape: MicroBatchSetShape, bounds_N: Integers, seed: int) -> Placement:

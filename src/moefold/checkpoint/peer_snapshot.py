@@ -36,8 +36,11 @@ Digest = tuple[int, int]
 class SnapshotLayout:
     """Layout of a snapshot: the boxes of each rank. The same on every rank.
 
-    `shards` has an entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
-    these boxes. That rank is None if the owners are on several nodes, or are several ranks of the only node.
+    `shards` has an entry for each set of ranks that own equal boxes: its owners, and the owner whose peer has a copy of
+    the boxes. There is no copy (None) in two cases:
+
+    * The owners are on several nodes: a lost node loses no box.
+    * All ranks are on one node, and the set has several owners: a lost rank loses no box.
     """
 
     peers: tuple[int, ...]

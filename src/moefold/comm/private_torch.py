@@ -357,9 +357,6 @@ def forget_process_groups() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-# FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
-
-
 def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     """Connect a gloo process group on a store, independent of the default group; block until all members are connected.
 

@@ -77,9 +77,10 @@ class Autotuner:
         self._names: dict[TuningKey, tuple[str, ...]] = {}
 
     def choose(self, key: TuningKey, candidates: Candidates) -> str:
-        """Return the name of the candidate to run; synchronises with the device when it measures.
+        """Return the name of the candidate to run.
 
-        Without times of this octave it takes the choice of the nearest octave with times, of two the smaller.
+        Synchronises with the device when it measures. Without times of this octave, the nearest octave with times
+        decides; of two equally near octaves, the smaller one.
 
         Args:
             key: parameters that determine the time.

@@ -25,7 +25,7 @@ from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradi
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.varlen_attention import TaskAttention
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
-from moefold.topology.token_placement import Integers, MicroBatchSetShape, document_bounds, place
+from moefold.topology.token_placement import Integers, MicroBatchSetShape, document_bounds, place_tokens
 
 if TYPE_CHECKING:
     from moefold.ops.cpu.attention import CAttention
@@ -253,7 +253,7 @@ class AttentionPlanner:
         placement = bounds.placement
         if placement is None:
             shape = MicroBatchSetShape(cp=cp.size, micro_batch_size=num_samples, seq_len=num_tokens * cp.size)
-            placement = place("samples", shape, document_bounds(shape, bounds.of_samples))
+            placement = place_tokens("samples", shape, document_bounds(shape, bounds.of_samples))
             plan = plan_attention(placement, window=window)
             rank = MicroBatchSetRank(cp, np.arange(cp.size), q.device, self.statistics)
         else:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.topology.token_placement import Integers, Placement, expand
+from moefold.topology.token_placement import Integers, Placement, repeat_indices
 
 TOLERANCE_UNIT = 1_000_000
 """Tolerances are rounded to this fraction, so that every rank computes with the same integers."""
@@ -70,7 +70,7 @@ class Transfers(NamedTuple):
         return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
 
     def _tokens(self, is_chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
-        run, offset = expand(self.lengths_X[is_chosen])
+        run, offset = repeat_indices(self.lengths_X[is_chosen])
         counts = sum_by(peers[is_chosen], self.lengths_X[is_chosen], num_ranks)
         return self.firsts_X[is_chosen][run] + offset, counts.tolist()
 
@@ -179,7 +179,7 @@ class AttentionPlan:
         runs = placement.ranks_M == rank
         first = np.searchsorted(placement.bounds_N, placement.firsts_M[runs], "right") - 1
         last = np.searchsorted(placement.bounds_N, (placement.firsts_M + placement.lengths_M)[runs] - 1, "right") - 1
-        run, offset = expand(last - first + 1)
+        run, offset = repeat_indices(last - first + 1)
         is_own[first[run] + offset] = True
         return np.flatnonzero(is_own[self.documents_K])
 
@@ -191,7 +191,7 @@ class AttentionPlan:
         run_firsts = placement.firsts_M[order]
         first_run = np.searchsorted(run_firsts, firsts, "right") - 1
         last_run = np.searchsorted(run_firsts, stops - 1, "right") - 1
-        need, offset = expand(last_run - first_run + 1)
+        need, offset = repeat_indices(last_run - first_run + 1)
         run = first_run[need] + offset
         sources = placement.ranks_M[order[run]]
         begins = np.maximum(firsts[need], run_firsts[run])
@@ -263,7 +263,7 @@ def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, 
     bounds = placement.bounds_N
     first = np.searchsorted(bounds, placement.firsts_M, "right") - 1
     last = np.searchsorted(bounds, run_stops - 1, "right") - 1
-    run, offset = expand(last - first + 1)
+    run, offset = repeat_indices(last - first + 1)
     document = first[run] + offset
     begins = np.maximum(placement.firsts_M[run], bounds[document])
     ends = np.minimum(run_stops[run], bounds[document + 1])

@@ -83,7 +83,7 @@ class Placement:
     def slots(self, rank: int) -> Integers:
         """Return the numbers of a rank's tokens, int64 [C]: sample * S + position."""
         own_spans = slice(*np.searchsorted(self.ranks_M, (rank, rank + 1)))
-        run, offset = expand(self.lengths_M[own_spans])
+        run, offset = repeat_indices(self.lengths_M[own_spans])
         return self.firsts_M[own_spans][run] + offset
 
 
@@ -110,7 +110,7 @@ def document_bounds(shape: MicroBatchSetShape, documents_of_samples: Sequence[Se
     return np.append(numbers, shape.num_tokens)
 
 
-def place(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Integers, block: int = 1) -> Placement:
+def place_tokens(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Integers, block: int = 1) -> Placement:
     """Place the tokens of a micro-batch set. Deterministic: every rank computes the same placement.
 
     Args:
@@ -130,8 +130,11 @@ def place(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Integers, b
     return _place_balanced(shape, bounds_N)
 
 
-def expand(counts: Integers) -> tuple[Integers, Integers]:
-    """Return for each of sum(counts) items: the index of its count, and its index among the items of that count."""
+def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
+    """Repeat each index of `counts` as often as its count says, and number the repetitions from 0.
+
+    For counts [2, 1]: [0, 0, 1] and [0, 1, 0].
+    """
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
@@ -153,7 +156,7 @@ def _place_documents(shape: MicroBatchSetShape, bounds_N: Integers, block: int) 
     cp = shape.cp
     lengths = np.diff(bounds_N)
     size = lengths // (2 * cp * block) * block
-    document, chunk = expand(np.where(size > 0, 2 * cp, 0))
+    document, chunk = repeat_indices(np.where(size > 0, 2 * cp, 0))
     cp_ranks = [np.minimum(chunk, 2 * cp - 1 - chunk)]
     firsts = [bounds_N[document] + chunk * size[document]]
     counts = [size[document]]
@@ -226,8 +229,8 @@ class _Packer:
         for share in (*shares, *shares[::-1]):
             is_late = len(edges) > len(shares)
             edges.append(edges[-1] + (share // 2 if is_late else share - share // 2))
-        for place_, rank in enumerate((*ranks, *ranks[::-1])):
-            start, stop = edges[place_], edges[place_ + 1]
+        for i, rank in enumerate((*ranks, *ranks[::-1])):
+            start, stop = edges[i], edges[i + 1]
             if stop > start:
                 self._give(rank, first + start, stop - start, (stop * (stop + 1) - start * (start + 1)) // 2)
 

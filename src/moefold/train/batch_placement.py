@@ -16,7 +16,14 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
-from moefold.topology.token_placement import Integers, MicroBatchSetShape, Placement, document_bounds, expand, place
+from moefold.topology.token_placement import (
+    Integers,
+    MicroBatchSetShape,
+    Placement,
+    document_bounds,
+    place_tokens,
+    repeat_indices,
+)
 
 Columns = Mapping[str, NDArray[Any]]
 """Columns of tokens by name, [samples, ..., S] each."""
@@ -90,7 +97,7 @@ class MicroBatchSetPlacer:
 
     def _place(self, samples: Sequence[tuple[int, ...]]) -> Placement:
         """Place the tokens of a micro-batch set, given the bounds of the documents of all its samples."""
-        return place(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
+        return place_tokens(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
 
 
 class SlotExchange:
@@ -144,7 +151,7 @@ def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> 
     runs = slice(*np.searchsorted(placement.ranks_M, (rank, rank + 1)))
     begins = np.maximum(placement.firsts_M[runs], first)
     ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)
-    run, offset = expand(np.maximum(ends - begins, 0))
+    run, offset = repeat_indices(np.maximum(ends - begins, 0))
     tokens: Integers = begins[run] + offset - first
     return tokens
 

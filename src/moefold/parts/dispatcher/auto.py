@@ -7,7 +7,7 @@ from moefold.config.groups.dispatcher import DispatcherPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(DispatcherPart):
+class AutoDispatcherPart(DispatcherPart):
     """Take the kernels of DeepEP where all ranks can run them; resolved when a run starts, and never built."""
 
     keeps_sum_order: ClassVar[bool] = True

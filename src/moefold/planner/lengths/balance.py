@@ -17,7 +17,7 @@ from moefold.config.groups.context import ContextPart
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
-from moefold.topology.token_placement import Integers, MicroBatchSetShape, Placement, place
+from moefold.topology.token_placement import Integers, MicroBatchSetShape, Placement, place_tokens
 
 MAX_SETS = 32
 """Maximum number of planned micro-batch sets of a mapping."""
@@ -248,7 +248,7 @@ def plan_of(
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
     plan = strategy.plan
-    placement: Placement = place(plan.placement, shape, bounds_N, plan.block)
+    placement: Placement = place_tokens(plan.placement, shape, bounds_N, plan.block)
     if not plan.balances_compute_ranks:
         return plan_attention(placement, window=window)
     return plan_attention(
