@@ -1,7 +1,8 @@
-"""The private names of torch that the package uses; checked on torch 2.11, 2.12 and 2.13.
+"""The private names of torch that the package uses.
 
-No other module may use a name of torch that begins with an underscore (tests/architecture). Before the upper limit of
-torch in pyproject.toml is raised, check each name against the new version.
+They are checked on torch 2.11, 2.12 and 2.13. No other module may use a name of torch that begins with an underscore
+(tests/architecture). Before the upper limit of torch in pyproject.toml is raised, check each name against the new
+version.
 """
 
 import sys

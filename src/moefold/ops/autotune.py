@@ -1,4 +1,7 @@
-"""Autotuning: measure equivalent implementations once for each shape; all ranks choose the same implementation."""
+"""Autotuning: measure equivalent implementations once for each shape.
+
+All ranks choose the same implementation.
+"""
 
 import logging
 import math

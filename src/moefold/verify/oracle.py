@@ -1,9 +1,9 @@
-"""Oracle: float64 reference training in one process, without code of the trainer; every mapping must equal it.
+"""Oracle: float64 reference training in one process, without code of the trainer.
 
-Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
-every token. Parameters are addressed by name only. The formula of a part is in the part's folder; `oracle_routing` has
-the router, `oracle_attention` RoPE and the selection of sparse attention, `oracle_optimizer` the frame of the
-optimizers.
+Every mapping must equal it. Written for readability next to `docs/notation.md`, not for speed: attention with an
+explicit mask, every expert over every token. Parameters are addressed by name only. The formula of a part is in the
+part's folder; `oracle_routing` has the router, `oracle_attention` RoPE and the selection of sparse attention,
+`oracle_optimizer` the frame of the optimizers.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Loop of a server around the generation engine; requests join and leave between passes, equally on all ranks."""
+"""Loop of a server around the generation engine.
+
+Requests join and leave between passes, equally on all ranks.
+"""
 
 import itertools
 import queue

@@ -1,4 +1,7 @@
-"""Auto: DeepEP where it can run, otherwise the all-to-all; the log names the choice."""
+"""Auto: DeepEP where it can run, otherwise the all-to-all.
+
+The log names the choice.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
