@@ -599,7 +599,7 @@ def validate_collective_order(cfg: Config) -> Iterator[Problem]:
     layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
-        collective_sequence(cfg.model, cfg.parallel, cfg.train, {s.number: s for s in plan.stages_of_rank(i)}, row)
+        collective_sequence(cfg.model, cfg.parallel, cfg.train, {s.index: s for s in plan.stages_of_rank(i)}, row)
         for i, row in enumerate(rows)
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
