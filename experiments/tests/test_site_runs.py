@@ -117,9 +117,9 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             rounds = trainer.callbacks[0]
             assert isinstance(rounds, SiteRounds)
-            if cfg.sites.number == 2 and rounds._flight is not None:
-                assert isinstance(rounds._flight.exchange, Future)
-                rounds._flight.exchange.result(60)
+            if cfg.sites.number == 2 and rounds._running_exchange is not None:
+                assert isinstance(rounds._running_exchange.exchange, Future)
+                rounds._running_exchange.exchange.result(60)
                 raise ArithmeticError
 
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
