@@ -34,7 +34,7 @@ from moefold.train.train_step import TrainingStep
 if TYPE_CHECKING:
     from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
-    from moefold.train.rollout_loader import RolloutLoader
+    from moefold.train.rl.rollout_loader import RolloutLoader
     from moefold.train.step_data import StepData
 
 
@@ -101,8 +101,8 @@ class Trainer:
     ) -> "tuple[RolloutLoader, list[StageCallback]]":
         """Return the source of rollouts and the callbacks that need it."""
         from moefold.rl.reward import Reward
-        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
-        from moefold.train.rollout_loader import RolloutLoader
+        from moefold.train.rl.callbacks import RewardEvaluation, RolloutLogging, RolloutRounds
+        from moefold.train.rl.rollout_loader import RolloutLoader
 
         cfg = self._cfg
         reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
@@ -134,8 +134,8 @@ class Trainer:
             drain = self._checkpointing.saver.drain
             callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
         if cfg.sites.is_active:
-            from moefold.train.callbacks.sites import SiteEvaluation, SiteRounds
-            from moefold.train.site_meeting import equal_settings
+            from moefold.train.sites.callbacks import SiteEvaluation, SiteRounds
+            from moefold.train.sites.meeting import equal_settings
 
             settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
             callbacks.append(SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings))
@@ -272,7 +272,7 @@ class Trainer:
             return True
         self._checkpointing.saver.drain()
         if action == "stop":
-            from moefold.train.mismatch import mismatch_advice
+            from moefold.train.rl.mismatch import mismatch_advice
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)
