@@ -35,7 +35,7 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
-from moefold.config.schema import Config, config_to_dict
+from moefold.config.schema import SETTINGS_FILE, Config, config_json
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments
@@ -62,8 +62,6 @@ class ShardSavePlanner(DefaultSavePlanner):
             yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
 
 
-SETTINGS_FILE = "config.json"
-"""Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
@@ -209,8 +207,7 @@ def _complete(
     writer.note_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
-        text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
-        (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        (final.parent / SETTINGS_FILE).write_text(config_json(cfg), encoding="utf-8")
     else:
         _fsync_folder(final.parent)
     keeping = cfg.checkpoint
