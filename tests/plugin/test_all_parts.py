@@ -16,7 +16,8 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_registry import find_part
-from moefold.config.schema import SETTINGS_FILE, config_to_dict
+from moefold.config.run import SETTINGS_FILE
+from moefold.config.schema import config_to_dict
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.verify.distributed_run import run_distributed

@@ -14,8 +14,7 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, validate_hashes, validate_sizes
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
-from moefold.config.schema import SETTINGS_FILE
+from moefold.config.run import SETTINGS_FILE, RunConfig
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 

@@ -35,7 +35,8 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
-from moefold.config.schema import SETTINGS_FILE, Config, config_json
+from moefold.config.run import SETTINGS_FILE
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments
@@ -207,7 +208,8 @@ def _complete(
     writer.note_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
-        (final.parent / SETTINGS_FILE).write_text(config_json(cfg), encoding="utf-8")
+        text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
+        (final.parent / SETTINGS_FILE).write_text(text, encoding="utf-8")
     else:
         _fsync_folder(final.parent)
     keeping = cfg.checkpoint

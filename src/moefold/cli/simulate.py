@@ -17,7 +17,8 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
-from moefold.config.schema import SETTINGS_FILE, Config
+from moefold.config.run import SETTINGS_FILE
+from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute

@@ -26,9 +26,6 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 
-SETTINGS_FILE = "config.json"
-"""File of a run folder with every key of the run, also next to checkpoints in a remote folder."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -104,13 +101,8 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     return tree
 
 
-def config_json(cfg: Config) -> str:
-    """Return the text of `SETTINGS_FILE`."""
-    return json.dumps(config_to_dict(cfg), indent=2) + "\n"
-
-
 def write_config_json(cfg: Config, path: Path) -> None:
     """Write the resolved config as JSON, atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(config_json(cfg), encoding="utf-8")
+    unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -35,8 +35,8 @@ from moefold.config.data import DataConfig
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
 from moefold.config.part_table import toml_value
-from moefold.config.run import RunConfig
-from moefold.config.schema import SETTINGS_FILE, Config, config_to_dict
+from moefold.config.run import SETTINGS_FILE, RunConfig
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
 from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
 from moefold.errors import format_list

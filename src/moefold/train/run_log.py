@@ -13,7 +13,8 @@ import numpy as np
 
 from moefold.checkpoint.save_load import Resume
 from moefold.config.moe import TRACE_FOLDER
-from moefold.config.schema import SETTINGS_FILE, Config, config_to_dict, write_config_json
+from moefold.config.run import SETTINGS_FILE
+from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError, Problem
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts

@@ -13,7 +13,7 @@ import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
-from moefold.config.schema import SETTINGS_FILE
+from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError, Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
 
