@@ -35,9 +35,9 @@ from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, TrainingContext
-from moefold.train.kl_reference import ReferenceModel
 from moefold.train.machine_checks import check_rollout_cache
-from moefold.train.rollout_source import RolloutModel
+from moefold.train.rl.kl_reference import ReferenceModel
+from moefold.train.rl.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

@@ -191,7 +191,7 @@ class _RankRun:
 
     def sample(self, link: JobLink) -> TrainOutcome:
         """Sample rollouts until the training ranks have ended."""
-        from moefold.train.remote_rollouts import SamplingWorker
+        from moefold.train.rl.remote_rollouts import SamplingWorker
 
         cfg = self.cfg
         with self.job.stop:

@@ -31,14 +31,14 @@ from moefold.rl.rollout_table import TABLE_KEY
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
-from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import LogProbCapture
-from moefold.train.mismatch import mismatch_limit
 from moefold.train.position import Position
-from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
-from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
-from moefold.train.round_queue import RoundQueue
-from moefold.train.round_steps import RoundStep, RoundSteps
+from moefold.train.rl.kl_reference import KLReference, ReferenceModel
+from moefold.train.rl.log_probs import LogProbCapture
+from moefold.train.rl.mismatch import mismatch_limit
+from moefold.train.rl.remote_rollouts import RemoteRollouts, SamplingStart
+from moefold.train.rl.rollout_source import LocalRollouts, LocalSampling, RolloutSource
+from moefold.train.rl.round_queue import RoundQueue
+from moefold.train.rl.round_steps import RoundStep, RoundSteps
 from moefold.train.step_data import DataEvent
 
 

@@ -30,10 +30,10 @@ from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, recipe_fragments, rounds_until, shortest_gap
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
-from moefold.train.site_meeting import SiteMeeting
-from moefold.train.site_transfer import SiteStateTransfer, outer_of
+from moefold.train.sites.meeting import SiteMeeting
+from moefold.train.sites.routing_probe import RoutingProbe, count_equal_choices
+from moefold.train.sites.transfer import SiteStateTransfer, outer_of
 
 WAIT_S = 1.0
 """Interval between two progress reports of a rank that waits for an exchange."""
