@@ -152,8 +152,10 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
     table["ranks"] = Part("two ranks", ddp, steps, same="loss")
     table |= _decoding(experts)
     trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
-    row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
-    table["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
+    bound = Contestant("moefold, only its GEMMs", "grpo", "grpo_bound", "torch")
+    goals = {OURS: 8.0, bound.name: None}
+    grpo = (Row(name.replace(OURS, "GRPO step"), name, tuple(x.name for x in trl), goals[name]) for name in goals)
+    table["grpo"] = Part("a GRPO step", (ours("grpo"), bound, *trl), tuple(grpo), warm_up=GRPO_WARM_UP, same="new")
     copy = Contestant("safetensors, load and save", "safetensors", package="safetensors")
     hashed = Contestant("the same with two SHA-256", "safetensors with hashes", package="safetensors")
     ways = tuple(ours(way, f"moefold, {way}") for way in ("import", "export"))
@@ -212,6 +214,7 @@ class Entrant:
     Attributes:
         times: CPU and wall seconds of the rounds that count, by scenario.
         facts: the facts that it reported in its first round, by scenario.
+        parts: CPU seconds of the parts of its work in the rounds that count, if it reports them.
     """
 
     contestant: Contestant
@@ -219,6 +222,7 @@ class Entrant:
     log: Path
     times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: list[dict[str, float]] = field(default_factory=list)
 
     def turn(self, scenario: str, *, counts: bool) -> None:
         """Give all ranks a turn, and wait for them.
@@ -234,6 +238,7 @@ class Entrant:
         if counts:
             total = sum(answer["cpu_s"] for answer in answers), max(answer["wall_s"] for answer in answers)
             self.times.setdefault(scenario, []).append(total)
+            self.parts += [answers[0]["parts"]] if "parts" in answers[0] else []
         # Only facts of the first round: after steps with different rates the losses differ much.
         self.facts.setdefault(scenario, answers[0])
 
@@ -330,6 +335,7 @@ def run_part(
             entrants[contestant.name] = start(contestant, place, python)
             if earlier:
                 entrants[contestant.name].times |= deepcopy(earlier["seconds"][contestant.name])
+                entrants[contestant.name].parts += earlier.get("parts", {}).get(contestant.name, [])
             stack.callback(entrants[contestant.name].end)
 
         def leave_out(name: str, reason: AbsentError) -> None:
@@ -385,7 +391,8 @@ def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, s
             entry["difference"] = difference(*facts)
         rows.append(entry)
     seconds = {name: entrant.times for name, entrant in entrants.items()}
-    return {"rows": rows, "absent": dict(absent), "seconds": seconds}
+    found_parts = {name: entrant.parts for name, entrant in entrants.items() if entrant.parts}
+    return {"rows": rows, "absent": dict(absent), "seconds": seconds, "parts": found_parts}
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -421,8 +428,16 @@ def table(report: Mapping[str, Any]) -> str:
             numbers = (f"{row[key]:.3f}" for key in ("ours_s", "other_s"))
             ratios = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
             lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, verdict(row)).rstrip())
+    for part in report["parts"].values():
+        lines += [part_line(name, rounds) for name, rounds in part["parts"].items()]
     reasons = {f"{name}: {text}" for part in report["parts"].values() for name, text in part["absent"].items()}
     return "\n".join([*lines, *sorted(reasons)])
+
+
+def part_line(name: str, rounds: Sequence[Mapping[str, float]]) -> str:
+    """Return the median CPU time of the parts of a contestant's work that take a millisecond or more."""
+    medians_ms = {part: 1e3 * statistics.median(one[part] for one in rounds) for part in rounds[-1]}
+    return f"{name}, ms: " + ", ".join(f"{part} {ms:.0f}" for part, ms in medians_ms.items() if ms >= 1)
 
 
 def _machine() -> dict[str, str]:
