@@ -14,8 +14,8 @@ from moefold.config.schema import Config
 from moefold.launch.meeting import describe_sites
 from moefold.launch.site_round import pair_members
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.signals import StopSignals
+from moefold.train.sites.callbacks import SiteRounds
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
@@ -117,9 +117,9 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             rounds = trainer.callbacks[0]
             assert isinstance(rounds, SiteRounds)
-            if cfg.sites.number == 2 and rounds._flight is not None:
-                assert isinstance(rounds._flight.exchange, Future)
-                rounds._flight.exchange.result(60)
+            if cfg.sites.number == 2 and rounds._running_exchange is not None:
+                assert isinstance(rounds._running_exchange.exchange, Future)
+                rounds._running_exchange.exchange.result(60)
                 raise ArithmeticError
 
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))

@@ -35,6 +35,7 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
@@ -62,8 +63,6 @@ class ShardSavePlanner(DefaultSavePlanner):
             yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
 
 
-SETTINGS_FILE = "config.json"
-"""Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"

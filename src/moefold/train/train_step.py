@@ -72,7 +72,7 @@ class TrainingStep:
         )
         self.outer: OuterOptimizer | None = None
         if cfg.sites.is_active:
-            from moefold.train.outer_state import make_outer_optimizer
+            from moefold.train.sites.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
         part = chosen_in(cfg.train, OptimizerPart)
@@ -114,7 +114,7 @@ class TrainingStep:
         states.add("schedule", Record(lambda: schedule_settings(cfg.run, cfg.train)))
         if self.outer is not None:
             from moefold.topology.fragments import fragments_due
-            from moefold.train.outer_state import OuterState
+            from moefold.train.sites.outer_state import OuterState
 
             due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
             # Without its own state it starts from the loaded weights.

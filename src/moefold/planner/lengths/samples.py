@@ -13,6 +13,7 @@ import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
+from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError, Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from moefold.data.sample import Sample
 
 DRAWN_AT_ONCE = 4096
-CONFIG_FILE = "config.json"
 MAX_RUN_SAMPLES = 1024
 """Maximum number of samples of a run whose documents are measured; they are its first samples."""
 
@@ -140,7 +140,7 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     from moefold.convert.run_config import parse_run_config, read_json_object
     from moefold.data.dataset import open_dataset
 
-    path = folder / CONFIG_FILE
+    path = folder / SETTINGS_FILE
     tree = read_json_object(path)
     if not tree:
         raise ConfigError(

@@ -235,7 +235,7 @@ class Checkpointing(StageCallback):
         """Restore the run from a checkpoint; collective."""
         meta = read_meta(path)
         if self._cfg.sites.is_active or meta.state_of("sites"):
-            from moefold.train.outer_state import check_expert_owner
+            from moefold.train.sites.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
         context.data.files.decide_restart(meta)
