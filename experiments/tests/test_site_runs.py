@@ -154,7 +154,7 @@ def test_site_lost_in_an_exchange_of_pairs_voids_only_the_round_of_its_pair(pool
 def train_and_be_late(cfg: Config, go: Path) -> None:
     """Train; site 2 waits after step 3 until the others have gone on without it."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    late = [Waiting(3, go)] if cfg.sites.number == 2 else []
+    late = [Waiting(3, go, cfg.sites.number)] if cfg.sites.number == 2 else []
     Trainer(cfg, groups, callbacks=late).run(StopSignals())
 
 
