@@ -76,6 +76,10 @@ class PromptNumbers:
 class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
+    train_sampler: PromptNumbers
+    """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
+    validation_sampler: PromptNumbers
+    queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
     round: Sequence[RolloutGroup]
