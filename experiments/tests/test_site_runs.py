@@ -112,18 +112,18 @@ def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tm
 
 def train_and_fail_before_the_vote(cfg: Config) -> str:
     """Train; site 2 raises while its first exchange is done and not voted on."""
-    trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
 
     class FailingInARound(Callback):
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-            rounds = trainer._callbacks[0]
+            rounds = trainer.callbacks[0]
             assert isinstance(rounds, SiteRounds)
-            if cfg.sites.number == 2 and rounds._flight is not None:
-                assert isinstance(rounds._flight.exchange, Future)
-                rounds._flight.exchange.result(60)
+            if cfg.sites.number == 2 and rounds._running_exchange is not None:
+                assert isinstance(rounds._running_exchange.exchange, Future)
+                rounds._running_exchange.exchange.result(60)
                 raise ArithmeticError
 
-    trainer._program_callbacks = (FailingInARound(),)
+    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+    trainer = Trainer(cfg, groups, callbacks=[FailingInARound()])
     try:
         trainer.run(StopSignals())
     except ArithmeticError:

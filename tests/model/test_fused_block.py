@@ -12,7 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from moefold.comm.groups import fake_rank
 from moefold.config.cache_pages import PAGE_POSITIONS
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.model.block import Block, LayerInputs
 from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
@@ -27,6 +29,7 @@ from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.select import apply_kernels, select_kernels, uses_c_kernels
+from moefold.parallel.tensor_parallel import SequenceParallelTokens
 from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
@@ -284,7 +287,13 @@ def apply_probs(block: Block) -> None:
     block.ffn.experts.applies_probs = True
 
 
-@pytest.mark.parametrize("change", [change_class, add_parameter, add_hook, change_kernels, apply_probs])
+def shard_tokens(block: Block) -> None:
+    """Share the tokens among two ranks of tp: the output of the attention is then a part of a sum."""
+    with fake_rank(ParallelConfig(world_size=2, tp=2), 0) as groups:
+        block.attention.sequence_parallel = SequenceParallelTokens(groups.attn.tp)
+
+
+@pytest.mark.parametrize("change", [change_class, add_parameter, add_hook, change_kernels, apply_probs, shard_tokens])
 def test_a_layer_that_differs_keeps_its_modules(change):
     block = build(recipe({})).layers["0"]
     assert supports_fused(block)

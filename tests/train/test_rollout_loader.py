@@ -26,7 +26,7 @@ from moefold.data.prompts import Prompt
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference import rollouts as rollouts_module
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.rollouts import RolloutCollector, StopRule
 from moefold.inference.sampling import SamplingParams
@@ -285,7 +285,7 @@ def _gathered_bytes(cfg: Config) -> int:
         found.append(sum(one.nbytes for one in read if one.untyped_storage().data_ptr() not in shards))
 
     requests = [Request(prompt=(1, 2), max_tokens=2)]
-    RolloutEngine(model, EngineSettings(), SamplingParams()).generate(requests, count)
+    GenerationEngine(model, EngineSettings(), SamplingParams()).generate(requests, count)
     return found[-1]
 
 

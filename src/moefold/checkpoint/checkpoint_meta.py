@@ -14,7 +14,7 @@ from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_registry import built_in_kinds, find_part
-from moefold.config.part_table import known_parts
+from moefold.config.part_table import without_outside_parts
 from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
 from moefold.data.input_paths import check_data_file_names
 from moefold.errors import ConfigError
@@ -287,4 +287,4 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     from moefold.config.load import config_from_dict
 
     fields = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
-    return config_from_dict({"model": known_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model
+    return config_from_dict({"model": without_outside_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model

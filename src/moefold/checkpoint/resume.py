@@ -274,11 +274,17 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             )
 
 
-def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:
+def model_differences(
+    stored: dict[str, Any],
+    model: ModelConfig,
+    reader: ModelConfig | None = None,
+    sides: tuple[str, str] = ("there", "here"),
+) -> str:
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
+        sides: words for the stored model and for `model`.
     """
     saved = model_of(stored)
     recorded, current = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
@@ -296,7 +302,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
     keys = [key for key in (*recorded, *current) if key not in free_keys and not key.startswith(tuple(unread))]
-    return _differences({key: recorded.get(key) for key in keys}, current)
+    return _differences({key: recorded.get(key) for key in keys}, current, sides)
 
 
 def _is_outside(key: str, kind: Any) -> bool:
@@ -381,11 +387,11 @@ def _can_skip_corrupt(
     return not data_order_change(meta, order, fingerprints, drops_files=True)
 
 
-def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
+def _differences(stored: dict[str, Any], current: dict[str, Any], sides: tuple[str, str] = ("there", "here")) -> str:
     changes = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
     if "layers" in changes:
         for key in ("layer_windows", "layer_chunks"):
             changes.pop(key, None)
     # A different table is reported without its settings.
     changes = {key: pair for key, pair in changes.items() if not any(key.startswith(f"{table}.") for table in changes)}
-    return "; ".join(f"{key} {before!r} there, {now!r} here" for key, (before, now) in changes.items())
+    return "; ".join(f"{key} {before!r} {sides[0]}, {now!r} {sides[1]}" for key, (before, now) in changes.items())

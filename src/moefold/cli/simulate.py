@@ -166,7 +166,7 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
 
 
 def _describe_sites(plan: SitePlan) -> str:
-    """Describe the rounds of the recipe's settings."""
+    """Describe the micro-batch sets of the recipe's settings."""
     rate = plan.recipe
     return (
         f"{plan.cost.count} sites, {describe_rate(plan, rate)}; an exchange takes up to {max(rate.exchanges_s):.4g} "
@@ -176,7 +176,7 @@ def _describe_sites(plan: SitePlan) -> str:
 
 def _balance(parallel: ParallelConfig, train: TrainConfig, loads: DocumentLoads) -> float:
     """Return the attention work of the busiest rank of a round over the mean."""
-    return loads.rounds(parallel.cp, parallel.dp, train.micro_batch_size).max_over_mean
+    return loads.sets(parallel.cp, parallel.dp, train.micro_batch_size).max_over_mean
 
 
 def _simulate(

@@ -103,7 +103,7 @@ class PipelineSchedule:
         comm_timer: CommTimer,
         pairs: "OverlappedPairs | None" = None,
     ) -> None:
-        self._stages = {stage.number: stage for stage in stages}
+        self._stages = {stage.index: stage for stage in stages}
         self._num_stages = num_stages
         self._plan = plan
         self._messages = messages

@@ -55,11 +55,11 @@ def failed_reward_event(failed: FailedReward) -> DataEvent:
     return DataEvent("reward.on_error", f"{failed.describe()}; its group is left out", record)
 
 
-class PromptNumbers:
-    """Numbers of the prompts of a run, `SampleNumbers`. The trainer counts prompts as samples."""
+class PromptCatalog:
+    """Numbers of the prompts of a run, `SampleCatalog`. The trainer counts prompts as samples."""
 
     has_annotations = True
-    filled = 1.0
+    fill_fraction = 1.0
 
     def __init__(self, prompts: PromptSource | None) -> None:
         self._prompts = prompts
@@ -128,8 +128,8 @@ class RolloutLoader:
             self._messages.append(self.files.resume(meta)[1])
         prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward))
         self._prompts = prompts
-        self.train_sampler = PromptNumbers(prompts.train)
-        self.validation_sampler = PromptNumbers(prompts.validation)
+        self.train_sampler = PromptCatalog(prompts.train)
+        self.validation_sampler = PromptCatalog(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         dp_rank = self._groups.attn.dp.rank

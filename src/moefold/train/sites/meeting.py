@@ -158,7 +158,7 @@ class SiteMeeting:
                 return "stopped"
             time.sleep(POLL_S)
 
-    def ask_for_giver(self, poll: Callable[[Message], bool]) -> Message | None:
+    def ask_for_sender(self, poll: Callable[[Message], bool]) -> Message | None:
         """Wait for a site that gives its state to this one; None if `poll` stops the wait. Collective.
 
         Raises:

@@ -52,8 +52,8 @@ class GroupedQueryAttention(SelfAttention):
         gates = part.num_heads * part.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.gates_whole_heads = part.gate_size == 1
-        self.query_norm = _head_norm(part, frame, part.num_heads)
-        self.key_norm = _head_norm(part, frame, part.num_kv_heads)
+        self.query_norm = _qk_norm(part, frame, part.num_heads)
+        self.key_norm = _qk_norm(part, frame, part.num_kv_heads)
         self.kv_rows = slice(None)
         self.scale = part.scale or None
         norm = part.qk_norm
@@ -180,7 +180,7 @@ class GroupedQueryAttention(SelfAttention):
         norms = self.query_norm, self.key_norm
         yield "QK norm of all heads", any(norm is not None and type(norm) is not RMSNorm for norm in norms)
         yield f"heads wider than {kernel.max_head_dim}", self.head_size > kernel.max_head_dim
-        yield "tensor parallelism", not isinstance(self.sequence_parallel, SequenceParallel)
+        yield "tensor parallelism", type(self.sequence_parallel) is not SequenceParallel
         yield "heads of several ranks", self.kv_rows != slice(None)
         parameters = {name for name, _ in self.named_parameters()}
         yield "a gate of attention", "wg" in parameters
@@ -204,7 +204,7 @@ class GroupedQueryAttention(SelfAttention):
         )
 
 
-def _head_norm(part: GqaPart, frame: AttentionFrame, num_heads: int) -> nn.Module | None:
+def _qk_norm(part: GqaPart, frame: AttentionFrame, num_heads: int) -> nn.Module | None:
     norm = part.qk_norm
     if norm is None:
         return None
