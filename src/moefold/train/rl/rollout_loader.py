@@ -76,9 +76,9 @@ class PromptCatalog:
 class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
-    train_sampler: PromptNumbers
+    train_sampler: PromptCatalog
     """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
-    validation_sampler: PromptNumbers
+    validation_sampler: PromptCatalog
     queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
