@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +24,7 @@ from benchmarks.race.run_protocol import (
     prompts_of,
     run_implementation,
 )
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.load import config_from_dict
 from moefold.config.part import make_part
@@ -117,6 +120,29 @@ def generate(shares_prompts: bool, turns: Turns, spec: ProcessSpec) -> None:
         turns.take(run)
 
 
+class PhaseClock(FlightRecorder):
+    """Adds up the CPU seconds of each phase of the trainer."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._seconds: Counter[str] = Counter()
+        self._started_s = time.process_time()
+        super().__init__()
+
+    def set_phase(self, phase: str) -> None:
+        """See base class."""
+        now_s = time.process_time()
+        self._seconds[self._name] += now_s - self._started_s
+        self._name, self._started_s = phase, now_s
+        super().set_phase(phase)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by phase."""
+        self.set_phase("after the step")
+        seconds, self._seconds = self._seconds, Counter()
+        return dict(seconds)
+
+
 def train_grpo(turns: Turns, spec: ProcessSpec) -> None:
     """Run the steps of the GRPO recipe; a turn is everything between two updates of the optimizer."""
     from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -129,19 +155,21 @@ def train_grpo(turns: Turns, spec: ProcessSpec) -> None:
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             """See `Callback`."""
             assert step.rl is not None
-            turns.end({"new": step.rl["length_mean"]})
+            turns.end({"new": step.rl["length_mean"], "parts": clock.take()})
             turns.begin()
 
-    cfg = _grpo_recipe(spec)
+    cfg = grpo_recipe(spec)
+    clock = PhaseClock()
     with init_distributed(_rank_env(spec), "cpu") as device:
         torch.set_num_threads(1)
-        trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device), callbacks=[Ticks()])
+        trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device, clock), callbacks=[Ticks()])
         turns.ready()
         turns.begin()
         trainer.run(StopSignals())
 
 
-def _grpo_recipe(spec: ProcessSpec) -> Config:
+def grpo_recipe(spec: ProcessSpec) -> Config:
+    """Return the recipe of a GRPO step."""
     sizes = spec.sizes
     return config_from_dict(
         {
@@ -213,7 +241,7 @@ def write_inputs(turns: Turns, spec: ProcessSpec) -> None:
             text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
             file.write(json.dumps({"prompt": text}) + "\n")
     _write_model(folder / "model", _with_length(cfg, sizes.positions))
-    _write_model(folder / "bytes", _with_length(_grpo_recipe(spec), 1024), never_ends=True)
+    _write_model(folder / "bytes", _with_length(grpo_recipe(spec), 1024), never_ends=True)
     wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
     large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
     _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))

@@ -1,6 +1,7 @@
 """The race of all parts: ratios, missing and failed parts, other work, and going on from a file."""
 
 import json
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from benchmarks.race import __main__ as race
-from benchmarks.race import moefold_runs, reference_runs, run_protocol
+from benchmarks.race import grpo_bound, moefold_runs, reference_runs, run_protocol
+from moefold.cost.flops import train_flops_per_token
 from moefold.terminal import print_escaped
 
 
@@ -61,10 +63,8 @@ def test_every_contestant_of_every_part_exists():
     for is_weak in (False, True):
         for part in race.build_comparisons(is_weak=is_weak).values():
             names = {one.name for one in part.implementations}
-            assert all(
-                one.kind in {"moefold_runs": moefold_runs, "reference_runs": reference_runs}[one.module].KINDS
-                for one in part.implementations
-            )
+            modules = {"moefold_runs": moefold_runs, "reference_runs": reference_runs, "grpo_bound": grpo_bound}
+            assert all(one.kind in modules[one.module].KINDS for one in part.implementations)
             assert all({row.ours, *(row.base or ())} <= names and names & {*row.others} for row in part.rows)
             assert {row.scenario for row in part.rows} == set(part.scenarios)
 
@@ -175,7 +175,56 @@ class _OneTurn:
         self._scenario = scenario
 
     def take(self, run):
-        run(self._scenario)
+        self.facts = run(self._scenario)
+
+
+def test_the_gemms_of_a_grpo_step_are_those_of_its_flops(tmp_path):
+    """By the formula of the planner, but for core attention and routers."""
+    sizes = run_protocol.Sizes()
+    model = moefold_runs.grpo_recipe(run_protocol.ProcessSpec(tmp_path, tmp_path, sizes, 1)).model
+    count = train_flops_per_token(model, 1)
+    layers = count.attention_projections + count.experts
+
+    def flops(work):
+        return sum(2 * m * n * k * number for (m, n, k), number in work.items())
+
+    tokens = sizes.rollouts * (sizes.prompt + sizes.new - 1)
+    assert flops(grpo_bound.training_gemms(model, sizes)) == 3 * tokens * (layers + count.head)
+    # The prompts, which eight samples share, once; the last new token goes through no pass.
+    prompts = sizes.rollouts // run_protocol.GROUP_SIZE
+    tokens = prompts * sizes.prompt + sizes.rollouts * (sizes.new - 1)
+    drawn = prompts + sizes.rollouts * (sizes.new - 1)
+    assert flops(grpo_bound.decoding_gemms(model, sizes)) == tokens * layers + drawn * count.head
+
+
+def test_the_bound_takes_a_turn_without_a_model(tmp_path):
+    turn = _OneTurn("")
+    grpo_bound.KINDS["grpo"](turn, run_protocol.ProcessSpec(tmp_path, tmp_path, run_protocol.TINY, 1))
+    assert turn.facts["new"] == run_protocol.TINY.new
+    assert min(turn.facts["parts"].values()) > 0
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 4), (6, 8, 64)])
+def test_every_way_to_multiply_computes_the_product(shape):
+    x, w = grpo_bound.operands(shape)
+    for multiply in grpo_bound.ways_to_multiply(x, w):
+        torch.testing.assert_close(multiply(), x @ w.t())
+
+
+def test_the_parts_of_a_contestant_are_medians_in_milliseconds():
+    rounds = [{"decoding": 0.2, "idle": 1e-4}, {"decoding": 0.4, "idle": 1e-4}, {"decoding": 0.3, "idle": 9.0}]
+    assert race.part_line("moefold", rounds) == "moefold, ms: decoding 300"
+
+
+def test_the_cpu_time_of_a_phase_is_counted_until_the_next():
+    clock = moefold_runs.PhaseClock()
+    clock.set_phase("work")
+    started_s = time.process_time()
+    while time.process_time() < started_s + 0.01:
+        pass
+    seconds = clock.take()
+    assert seconds["work"] >= 0.01
+    assert clock.take().keys() == {"after the step"}
 
 
 @pytest.mark.slow
