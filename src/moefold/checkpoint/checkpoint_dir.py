@@ -244,6 +244,11 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
 
 
+def gather_errors(errors: list[str], world: "World") -> list[str]:
+    """Return the errors of all ranks without duplicates; collective."""
+    return list(dict.fromkeys(error for texts in world.all_gather_object(errors) for error in texts))
+
+
 def validate_files(path: Path, world: "World", *, checks_hashes: bool) -> list[str]:
     """Return the defects that this process finds: sizes of all files, and hashes of its part of them."""
     if faults := quick_validate(path):

@@ -20,7 +20,7 @@ from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.data.dataset import prepare
+from moefold.data.dataset import dataset_request, prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.launch.device_checks import check_device
@@ -195,7 +195,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     from moefold.train.memory_profile import measure_rank
     from moefold.verify.ranks.pool import WorkerPool
 
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
+    prepare(**dataset_request(cfg))
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
         progress.report(f"starting {world_size} ranks")

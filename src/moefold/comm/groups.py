@@ -260,6 +260,13 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the picklable object of rank 0 on all processes; collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
 
 def current_world() -> World:
     """Return the world of the default process group, or without a group a world of one rank."""

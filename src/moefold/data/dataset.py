@@ -5,7 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.schema import Config
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import (
@@ -111,6 +112,27 @@ class ProgramData:
                     f"samples of {type(sampler).__name__} have columns, weights or document_ids; "
                     "set has_annotations = True"
                 )
+
+
+class DatasetRequest(TypedDict):
+    """Arguments of `open_dataset` and `prepare` that a recipe determines."""
+
+    data: DataConfig
+    seq_len: int
+    vocab_size: int
+    seed: int
+    align: AlignConfig
+
+
+def dataset_request(cfg: Config) -> DatasetRequest:
+    """Return the arguments that open the data of a recipe."""
+    return {
+        "data": cfg.data,
+        "seq_len": cfg.train.seq_len,
+        "vocab_size": cfg.model.vocab_size,
+        "seed": cfg.run.seed,
+        "align": cfg.align,
+    }
 
 
 def open_dataset(

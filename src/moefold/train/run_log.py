@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from moefold.checkpoint.save_load import Resume
+from moefold.checkpoint.resume import Resume
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict, write_config_json

@@ -73,11 +73,11 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 
 
 def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> str:
-    from moefold.topology.fragments import recipe_fragments, rounds_until
+    from moefold.topology.fragments import RoundCalendar, recipe_fragments
 
     count = recipe_fragments(model, sites)
     # The last round has all fragments.
-    num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
+    num_rounds = 1 + -(-(RoundCalendar(run, model, sites).rounds_until(run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
     pairs = " of random pairs" if sites.part.in_pairs else ""

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +112,10 @@ class TrainingStep:
         states.add("guard", self.guard)
         states.add("schedule", Record(lambda: schedule_settings(cfg.run, cfg.train)))
         if self.outer is not None:
-            from moefold.topology.fragments import fragments_due
+            from moefold.topology.fragments import RoundCalendar
             from moefold.train.sites.outer_state import OuterState
 
-            due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
+            due = RoundCalendar(cfg.run, cfg.model, cfg.sites).fragments_due
             # Without its own state it starts from the loaded weights.
             states.add("sites", OuterState(self.outer, due), after=("weights",))
 

@@ -76,6 +76,10 @@ class PromptCatalog:
 class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
+    train_sampler: PromptCatalog
+    """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
+    validation_sampler: PromptCatalog
+    queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
     round: Sequence[RolloutGroup]

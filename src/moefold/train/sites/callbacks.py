@@ -28,10 +28,10 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due, is_probed, recipe_fragments, rounds_until, shortest_gap
+from moefold.topology.fragments import RoundCalendar, recipe_fragments, shortest_gap
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.signals import SIGNALS
-from moefold.train.sites.meeting import SiteMeeting
+from moefold.train.sites.meeting import Arrival, SiteMeeting
 from moefold.train.sites.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.sites.transfer import SiteStateTransfer, outer_of
 
@@ -81,6 +81,7 @@ class SiteRounds(StageCallback):
         self._run = run
         self._model = model
         self._sites = sites
+        self._calendar = RoundCalendar(run, model, sites)
         self._settings = settings
         self._meeting: SiteMeeting | None = None
         self._running_exchange: _RunningExchange | None = None
@@ -112,19 +113,19 @@ class SiteRounds(StageCallback):
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
         found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
-        if found == "stopped":
+        if found is Arrival.STOPPED:
             return
         # The round after the present step will still follow.
         links = self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
-        self._transfer = SiteStateTransfer(self._run, self._model, self._sites, links)
-        if found == "missed":
+        self._transfer = SiteStateTransfer(self._calendar, links)
+        if found is Arrival.MISSED:
             self._receive_state(context)
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
         outer = outer_of(context)
-        fragments = fragments_due(self._run, self._model, self._sites, step.number)
+        fragments = self._calendar.fragments_due(step.number)
         differences = outer.pending if self._running_exchange is None else self._running_exchange.differences
         due = 0 if differences is None else differences.due
         if due and (step.number >= due or is_last):
@@ -166,7 +167,7 @@ class SiteRounds(StageCallback):
         """Return the position of this site after a step, for the meeting point."""
         return {
             "step": step,
-            "round": rounds_until(self._run, self._model, self._sites, step),
+            "round": self._calendar.rounds_until(step),
             "version": outer.num_rounds,
         }
 
@@ -193,7 +194,7 @@ class SiteRounds(StageCallback):
         # Where a round is exchanged during the whole next round, the state is given between two rounds of the same
         # step, and the sender begins the second.
         step = context.position.step
-        fragments = fragments_due(self._run, self._model, self._sites, step)
+        fragments = self._calendar.fragments_due(step)
         if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and context.status == 0:
             self._begin(context, step, fragments, self._sites.overlap)
 
@@ -218,27 +219,23 @@ class SiteRounds(StageCallback):
                 self._skip(context, step, "the weights are not finite")
             return True
         # Read the choices before the other sites wait for this site.
-        probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
-        answer = self._meeting.ask(self._round_request(context, differences))
-        if "missed" in answer:
+        probe = self._probe.read(context) if self._calendar.is_probed(step) else None
+        answer = self._meeting.ask_for_round(self._round_request(context, differences))
+        if answer is None:
             return False
-        self._meeting.raise_if_refused(answer)
-        self._transfer_order = answer.get("give")
-        if "rests" in answer:
-            # A site without a pair in this round: its difference keeps growing.
+        self._transfer_order = answer.transfer_order
+        if answer.is_unpaired:
+            # Its difference keeps growing.
             self._record["members"] = 1
-            return True
-        if "members" not in answer:
-            self._skip(context, step, str(answer.get("skip") or answer.get("unreachable")))
-            return True
-        if answer["nonfinite"] and context.log is not None:
-            context.log.message(
-                f"step {step}: {describe_sites(answer['nonfinite'])} sent weights that are not finite; weight 0 in "
-                "this round"
-            )
-        self._send(
-            context, differences, SiteRound(answer["epoch"], tuple(answer["members"]), tuple(answer["weights"])), probe
-        )
+        elif answer.round is None:
+            self._skip(context, step, answer.skip)
+        else:
+            if answer.nonfinite and context.log is not None:
+                nonfinite = describe_sites(answer.nonfinite)
+                context.log.message(
+                    f"step {step}: {nonfinite} sent weights that are not finite; weight 0 in this round"
+                )
+            self._send(context, differences, answer.round, probe)
         return True
 
     def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
@@ -307,19 +304,8 @@ class SiteRounds(StageCallback):
         outer = outer_of(context)
         exchanged, failure = _result(running, context)
         waited_s = time.perf_counter() - waiting_since_s
-        if self._meeting is not None:
-            failures = [text for text in current_world().all_gather_object(failure) if text]
-            index = rounds_until(self._run, self._model, self._sites, differences.step)
-            vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
-            if not vote.get("apply"):
-                if self._meeting.links is not None:
-                    self._meeting.links.drop()
-                if differences.is_finite and differences.is_overlapped:
-                    reshard_parameters(context.training.model.stages)
-                    outer.cancel(differences.fragments, differences.delta)
-                why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
-                self._skip(context, differences.step, str(why))
-                return
+        if self._meeting is not None and not self._vote(context, self._meeting, differences, failure):
+            return
         assert exchanged is not None
         outer.num_rounds += 1
         for fragment in differences.fragments:
@@ -332,14 +318,31 @@ class SiteRounds(StageCallback):
             differences.step, differences.due, differences.fragments, differences.delta, exchanged.mean
         )
         outer.pending = outer.with_received_values(round_, running.sent, exchanged, running.round.members)
+        self._record_exchange(context, running, exchanged, waited_s)
+
+    def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
+        """Vote on a round, and return whether it is applied; else it is skipped. Collective."""
+        failures = [text for text in current_world().all_gather_object(failure) if text]
+        why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
+        if why:
+            if differences.is_finite and differences.is_overlapped:
+                reshard_parameters(context.training.model.stages)
+                outer_of(context).cancel(differences.fragments, differences.delta)
+            self._skip(context, differences.step, why)
+        return not why
+
+    def _record_exchange(
+        self, context: TrainingContext, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float
+    ) -> None:
+        """Record the metrics of an exchange; collective."""
         self._record |= {
             "members": len(running.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
             "wait_s": waited_s,
-            "round_s": time.perf_counter() - differences.began_s,
+            "round_s": time.perf_counter() - running.differences.began_s,
         }
-        if is_probed(self._run, self._model, self._sites, differences.step):
+        if self._calendar.is_probed(running.differences.step):
             own = running.round.members.index(self._sites.number)
             counts = (
                 (0, 0)

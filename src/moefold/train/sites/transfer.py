@@ -5,9 +5,6 @@ from torch import Tensor
 
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
-from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
 from moefold.errors import RunError, first_line
 from moefold.launch.meet_client import MeetError
 from moefold.launch.signed_lines import Message
@@ -15,7 +12,7 @@ from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import step_of_round
+from moefold.topology.fragments import RoundCalendar
 from moefold.train.callbacks.callback import TrainingContext
 
 
@@ -28,10 +25,9 @@ def outer_of(context: TrainingContext) -> OuterOptimizer:
 class SiteStateTransfer:
     """Sends and receives the state of a site over its links; the meeting point says which sites."""
 
-    def __init__(self, run: RunConfig, model: ModelConfig, sites: SitesConfig, links: SiteLinks) -> None:
-        self._run = run
-        self._model = model
-        self._sites = sites
+    def __init__(self, calendar: RoundCalendar, links: SiteLinks) -> None:
+        self._calendar = calendar
+        self._sites = calendar.sites
         self._links = links
 
     def receive(self, context: TrainingContext, offer: Message) -> None:
@@ -73,7 +69,7 @@ class SiteStateTransfer:
     def _header(self, context: TrainingContext, index: int) -> list[int]:
         """Return round, steps since, rounds applied, updates of the moments, and a number of the method of sites."""
         outer = outer_of(context)
-        since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
+        since = context.position.step - self._calendar.step_of_round(index)
         return [index, since, outer.num_rounds, context.training.moment_updates, outer.transferred_state]
 
     def _tensors(self, context: TrainingContext) -> list[Tensor]:
@@ -101,5 +97,5 @@ class SiteStateTransfer:
         outer_of(context).transferred_state = transferred_state
         outer_of(context).adopt(num_rounds, context.position.tokens)
         training.restore_moment_updates(moment_updates)
-        step = step_of_round(self._run, self._model, self._sites, index)
+        step = self._calendar.step_of_round(index)
         context.position.adopt(step + min(since, self._sites.overlap))
