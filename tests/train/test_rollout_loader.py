@@ -73,7 +73,7 @@ def _train_for_phases(cfg: Config) -> list[str]:
 
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "pp": 2}])
 def test_passes_of_sampling_and_of_the_reference_keep_their_phase(pool, tmp_path, mapping):
-    """A report of a hang names it; the passes are like those of an evaluation, which this run has none of."""
+    """A report of a hang names it; the run has no evaluation, whose passes are alike."""
     cfg = under(recipe(tmp_path, 1, kl=0.1), tmp_path / "run", **mapping)
     for names in pool.run(cfg.parallel.world_size, _train_for_phases, cfg):
         after = {names[i + 1] for i, name in enumerate(names) if name == "sampling rollouts"}
