@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -125,22 +124,22 @@ class PhaseClock(FlightRecorder):
 
     def __init__(self) -> None:
         self._name = ""
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
         self._started_s = time.process_time()
         super().__init__()
 
     def set_phase(self, phase: str) -> None:
         """See base class."""
         now_s = time.process_time()
-        self._seconds[self._name] += now_s - self._started_s
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now_s - self._started_s
         self._name, self._started_s = phase, now_s
         super().set_phase(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, by phase."""
         self.set_phase("after the step")
-        seconds, self._seconds = self._seconds, Counter()
-        return dict(seconds)
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 def train_grpo(turns: Turns, spec: ProcessSpec) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.cli.main import main
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -50,6 +51,35 @@ from tests.train.policy_runs import recipe, records, train_policy, under, weight
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 pytestmark = pytest.mark.parity
+
+
+class Phases(FlightRecorder):
+    """Keeps the names of all phases."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        super().__init__()
+
+    def set_phase(self, phase: str) -> None:
+        self.names.append(phase)
+        super().set_phase(phase)
+
+
+def _train_for_phases(cfg: Config) -> list[str]:
+    recorder = Phases()
+    Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"), recorder)).run(StopSignals())
+    return recorder.names
+
+
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "pp": 2}])
+def test_passes_of_sampling_and_of_the_reference_keep_their_phase(pool, tmp_path, mapping):
+    """A report of a hang names it; the run has no evaluation, whose passes are alike."""
+    cfg = under(recipe(tmp_path, 1, kl=0.1), tmp_path / "run", **mapping)
+    for names in pool.run(cfg.parallel.world_size, _train_for_phases, cfg):
+        after = {names[i + 1] for i, name in enumerate(names) if name == "sampling rollouts"}
+        assert after == {"computing rewards"}
+        assert any(name.startswith("log-probabilities of") for name in names)
+        assert "evaluation" not in names
 
 
 @pytest.mark.slow

@@ -180,8 +180,10 @@ class OverlappedPairs:
         self._recorder = recorder
 
     def record(self, *actions: Action) -> None:
-        """Record the actions of a slot as a phase of the step."""
+        """Record the actions of a slot as a phase of the step; without gradients, the caller names the phase."""
+        if not torch.is_grad_enabled():
+            return
         passes = [
             f"{PASSES[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}" for action in actions
         ]
-        self._recorder.set_phase(" overlapped with ".join(passes) if torch.is_grad_enabled() else "evaluation")
+        self._recorder.set_phase(" overlapped with ".join(passes))

@@ -309,6 +309,7 @@ class TrainingStep:
         """
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
+        self.model.groups.recorder.set_phase("evaluation")
         with self.model.evaluating("the validation"):
             for i, batch in enumerate(batches):
                 if flags is not None and i % STOP_POLL_EVERY == 0:
