@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left
 
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 
@@ -77,7 +77,7 @@ def is_probed(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int)
 
     They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
     """
-    if 0 not in fragments_due(run, model, sites, step) or not has_moe_layers(model) or sites.count == 1:
+    if 0 not in fragments_due(run, model, sites, step) or not model.has_moe_layers or sites.count == 1:
         return False
     # Rounds are counted, as sites may take other numbers of steps between them.
     return (

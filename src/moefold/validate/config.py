@@ -2,8 +2,8 @@
 
 `check_config` uses the settings only; `train/machine_checks.py` checks the machine that will run them. Each rule is a
 function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
-the annotation of its field (`config/field.py`). Rules between keys are in `moe.py`, `parallel.py`, `train.py` and
-`memory.py`, settings without effect in `unused.py`, the memory of a step in `memory_need.py`.
+the annotation of its field (`config/field.py`). Rules between keys are in a file for each subject, settings
+without effect in `unused.py`.
 """
 
 from collections.abc import Iterator
