@@ -115,8 +115,7 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
 
     class FailingInARound(Callback):
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-            rounds = trainer.callbacks[0]
-            assert isinstance(rounds, SiteRounds)
+            (rounds,) = (callback for callback in trainer.callbacks if isinstance(callback, SiteRounds))
             if cfg.sites.number == 2 and rounds._running_exchange is not None:
                 assert isinstance(rounds._running_exchange.exchange, Future)
                 rounds._running_exchange.exchange.result(60)

@@ -3,7 +3,6 @@
 `import moefold` offers these names; docs/api.md describes them. The commands execute the same steps.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from moefold.config.plugins import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, keep_names, spelled_as
-from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.host.rank_env import read_rank_env
 from moefold.recipe import LoadedRecipe, load_recipe
-from moefold.terminal import print_escaped, printable
 from moefold.train.start import choose_training_device, prepare_data, set_up_run
 
 if TYPE_CHECKING:
@@ -226,6 +224,7 @@ def evaluate(
         RunError: a started rank has failed; its message is on stderr.
     """
     from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
+    from moefold.inference.notices import report_notices
 
     if (tokens is None) == (text is None):
         raise ConfigError("evaluate needs either tokens or text")
@@ -240,7 +239,7 @@ def evaluate(
     rank_env = read_rank_env()
     with spelled_as(_arguments_of(evaluate, EvalOptions)):
         import_files(part)
-        job = prepare_evaluation(request, rank_env, _report_notices(rank_env), lambda notice: None)
+        job = prepare_evaluation(request, rank_env, partial(report_notices, rank_env=rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
@@ -278,6 +277,7 @@ def generate(
         RunError: a started rank has failed; its message is on stderr.
     """
     from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
+    from moefold.inference.notices import report_notices
     from moefold.inference.sampling import SamplingParams
 
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
@@ -294,7 +294,7 @@ def generate(
     rank_env = read_rank_env()
     with spelled_as(_arguments_of(generate, GenerateOptions, SamplingParams)):
         import_files(part)
-        job = prepare_generation(request, rank_env, _report_notices(rank_env))
+        job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
 
         from moefold.inference.worker import generate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
@@ -332,17 +332,6 @@ def _loaded(recipe: str | Path | LoadedRecipe | Config, overrides: Sequence[str]
             "load_recipe instead of its cfg"
         )
     return LoadedRecipe(recipe, frozenset(), ())
-
-
-def _report_notices(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]:
-    """Return a function that reports notes on a model on stderr, on rank 0 only."""
-
-    def report(notices: Sequence[str]) -> None:
-        if rank_env is None or rank_env.rank == 0:
-            for notice in notices:
-                print_escaped(f"moefold: {printable(notice)}", file=sys.stderr)
-
-    return report
 
 
 def _arguments_of(function: Callable[..., Any], *options: Any) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_NUMBER, MAX_STEPS
-from moefold.config.load import AUTO, apply_overrides, config_from_dict
+from moefold.config.load import AUTO_MAPPING, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import import_part_files
@@ -287,8 +287,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     """
     path = None if path is None else Path(path)
     tree = read_recipe(path) if path is not None else {}
-    if tree.get("parallel") == AUTO:
-        tree["parallel"] = {"mapping": AUTO}
+    if tree.get("parallel") == AUTO_MAPPING:
+        tree["parallel"] = {"mapping": AUTO_MAPPING}
     if path is not None:
         resolve_recipe_paths(tree, path.parent)
         import_part_files(tree, path.parent)

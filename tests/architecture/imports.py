@@ -20,6 +20,7 @@ LOOSE = (
     "progress",
     "cache_dir",
     "folder_files",
+    "integer_hash",
     "remote_path",
     "remote_copy",
     "hub",

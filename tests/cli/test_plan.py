@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from moefold.api import plan
-from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
+from moefold.cli.main import main
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

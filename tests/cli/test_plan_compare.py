@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from moefold.cli.main import EXIT_USER_ERROR, main
+from moefold.cli.main import main
+from moefold.errors import EXIT_USER_ERROR
 from moefold.planner.accuracy import STATED_ERROR
 
 FIXED = "pp=1,mbs=1,zero=1,recompute=none,offload=none,overlap=off,dispatcher=alltoall"

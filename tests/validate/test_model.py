@@ -1,6 +1,5 @@
 import pytest
 
-from moefold.config.model import has_dense_layers, has_moe_layers
 from tests.models import model_of
 
 
@@ -9,4 +8,4 @@ from tests.models import model_of
 )
 def test_kinds_of_layers_of_words(words, moe, dense):
     model = model_of({"layers.ffn": words})
-    assert (has_moe_layers(model), has_dense_layers(model)) == (moe, dense)
+    assert (model.has_moe_layers, model.has_dense_layers) == (moe, dense)

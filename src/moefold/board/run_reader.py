@@ -30,6 +30,7 @@ from moefold.metrics.definitions import charts_of
 from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
+from moefold.topology.layout import DEGREES
 
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256
@@ -426,7 +427,7 @@ def _mapping(settings: Mapping[str, Any]) -> str:
     world_size = settings.get("parallel.world_size")
     if type(world_size) is not int:
         return ""
-    degrees = {axis: settings.get(f"parallel.{axis}") for axis in ("tp", "cp", "pp", "ep", "etp")}
+    degrees = {axis: settings.get(f"parallel.{axis}") for axis in DEGREES}
     text = " ".join(f"{axis}{degree}" for axis, degree in degrees.items() if type(degree) is int and degree > 1)
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     return f"{ranks}: {text}" if text else ranks

@@ -22,7 +22,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.field import SAME_TENSORS
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import NONE
@@ -331,8 +331,8 @@ def _unread_tables(model: ModelConfig) -> set[str]:
         "attention.": model.has_softmax_attention,
         "linear_attention": model.has_linear_attention,
         "rope.": model.has_rope,
-        "ffn.dense": has_dense_layers(model),
-        "ffn.moe": has_moe_layers(model),
+        "ffn.dense": model.has_dense_layers,
+        "ffn.moe": model.has_moe_layers,
     }
     return {name for name, is_there in absent.items() if not is_there}
 

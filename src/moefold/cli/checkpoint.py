@@ -30,12 +30,10 @@ from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped, printable
+from moefold.topology.layout import DEGREES
 
 if TYPE_CHECKING:
     from moefold.checkpoint.inspect import StoredTensor
-
-
-DEGREES = ("tp", "cp", "pp", "ep", "etp")
 
 
 @dataclass(frozen=True)

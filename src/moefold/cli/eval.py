@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, read_options, report_notices
+from moefold.cli.inference_options import add_inference_options, read_options
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.inference.notices import report_notices
 from moefold.terminal import print_escaped
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which

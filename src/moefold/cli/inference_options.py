@@ -1,8 +1,6 @@
 """Options and notices of the commands that run a finished model."""
 
-import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +8,7 @@ from typing import Any, TypeVar
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
 from moefold.cli.command_parser import CommandParser
 from moefold.config.suggestions import choices_of
-from moefold.host.rank_env import RankEnv
-from moefold.terminal import print_escaped, printable
+from moefold.inference.notices import report_notices
 
 Options = TypeVar("Options")
 
@@ -57,13 +54,6 @@ def read_options(kind: type[Options], arguments: Namespace, **others: Any) -> Op
     """Return a dataclass whose fields are arguments of the command, except for `others`."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(arguments, name) for name in names}, **others)
-
-
-def report_notices(notices: Sequence[str], rank_env: RankEnv | None = None) -> None:
-    """Report notes on a model on stderr, on rank 0 only."""
-    if rank_env is None or rank_env.rank == 0:
-        for notice in notices:
-            print_escaped(f"moefold: {printable(notice)}", file=sys.stderr)
 
 
 def report_skipped_for(requested: Path, opened: Path) -> None:

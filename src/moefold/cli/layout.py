@@ -17,12 +17,12 @@ from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
-from moefold.topology.layout import Layout, fold_mapping
+from moefold.topology.layout import DEGREES, Layout, fold_mapping
 from moefold.topology.pipeline_layout import LayoutSyntaxError, StagePlan, expand_layout
 from moefold.validate.parallel import DEGREE_RULES, validate_pipeline_layout, validate_schedule
 
 PIPELINE_KEYS = ("schedule", "schedule.path", "virtual_stages", "pipeline_layout")
-FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
+FOLD_KEYS = ("world_size", *DEGREES, "order", "moe_order")
 NODE_KEY = "gpus_per_node"
 LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)
 DEFAULT_GPUS_PER_NODE = 8

@@ -5,9 +5,9 @@ from functools import partial
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.cli.inference_options import report_notices
 from moefold.errors import ConfigError, install_command
 from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
+from moefold.inference.notices import report_notices
 from moefold.terminal import print_escaped
 
 USAGE = "moefold lm-eval --model_args path=MODEL[,tp=2,...] --tasks TASK [...]"

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, NoFormulaError, RunError
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, NoFormulaError, RunError
 from moefold.terminal import escape_log_lines, print_escaped
 
 COMMANDS = {
@@ -52,8 +52,6 @@ COMMANDS = {
 REPLACED_COMMANDS = {"lengths": "moefold simulate RECIPE --lengths NAME"}
 """Commands of earlier versions, and the commands that replace them."""
 
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 EXIT_CANNOT_JUDGE = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

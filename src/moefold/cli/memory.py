@@ -15,7 +15,7 @@ from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO
+from moefold.config.train import AUTO_RECOMPUTE
 from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
@@ -85,11 +85,11 @@ def run(argv: list[str]) -> int:
 
 def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) -> tuple[Config, str]:
     """Return the config with train.recompute "auto" resolved, and a description of the choice."""
-    if AUTO not in cfg.train.recompute:
+    if AUTO_RECOMPUTE not in cfg.train.recompute:
         return cfg, ""
     if not cfg.train.memory_budget_gib:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib here: the memory of no GPU is queried"
+            f"train.recompute=['{AUTO_RECOMPUTE}'] needs train.memory_budget_gib here: the memory of no GPU is queried"
         )
     budget = round(cfg.train.memory_budget_gib * GIB)
     choice = choose_recompute(cfg, budget, kernels, imbalance)

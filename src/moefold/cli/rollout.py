@@ -9,10 +9,10 @@ from moefold.cli.inference_options import (
     add_generation_options,
     add_inference_options,
     read_options,
-    report_notices,
 )
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.inference.notices import report_notices
 
 EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Prompts are JSON lines with a column "prompt",
 a text or a list of messages, and the columns that the reward reads; or the generated problems of a task. FILE.jsonl

@@ -13,10 +13,10 @@ from moefold.cli.inference_options import (
     add_generation_options,
     add_inference_options,
     read_options,
-    report_notices,
 )
 from moefold.errors import SIGNAL_STATUS, ConfigError, install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.inference.notices import report_notices
 
 KEY_VARIABLE = "MOEFOLD_API_KEY"
 

@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config
-from moefold.config.train import AUTO, TrainConfig
+from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
@@ -155,7 +155,7 @@ def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
 
 def _with_recompute(cfg: Config, device: Device) -> Config:
     """Resolve train.recompute "auto" for the device, as the trainer does."""
-    if AUTO not in cfg.train.recompute:
+    if AUTO_RECOMPUTE not in cfg.train.recompute:
         return cfg
     kind = "cpu" if device.name == "cpu" else "cuda"
     check_memory_device(cfg, kind)

@@ -19,7 +19,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.config.train import AUTO, TrainConfig
+from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.data.dataset import dataset_request, prepare
 from moefold.data.validate_source import check_data
@@ -85,10 +85,10 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     check_config(cfg)
-    if AUTO in cfg.train.recompute:
+    if AUTO_RECOMPUTE in cfg.train.recompute:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] depends on the memory of the real run: name the parts that the log of the run "
-            'names, such as train.recompute=["norms"] train.memory_budget_gib=0'
+            f"train.recompute=['{AUTO_RECOMPUTE}'] depends on the memory of the real run: name the parts that the log "
+            'of the run names, such as train.recompute=["norms"] train.memory_budget_gib=0'
         )
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps} must be at least 1")

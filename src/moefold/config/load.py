@@ -53,7 +53,7 @@ from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_re
 from moefold.errors import ConfigError, Problem, raise_all
 
 Problems = dict[str, str | Problem | ConfigError]
-AUTO = "auto"
+AUTO_MAPPING = "auto"
 """Value of `parallel = "auto"` at the top level, short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
 """Maximum length of the name in an override, because messages repeat it; all keys are much shorter."""
@@ -203,7 +203,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     """Apply one override; return a message on dropped settings, or ""."""
     name, equals, text = override.partition("=")
-    if (name.strip(), text.strip()) == ("parallel", AUTO):
+    if (name.strip(), text.strip()) == ("parallel", AUTO_MAPPING):
         name = "parallel.mapping"
     section, dot, key = name.strip().partition(".")
     if len(name) > MAX_NAME_CHARACTERS:

@@ -189,12 +189,12 @@ class ModelConfig(Section):
         """Return whether the last pipeline stage also needs the embedding (tied embeddings or MTP)."""
         return self.tie_embeddings or self.mtp_layers > 0
 
+    @property
+    def has_moe_layers(self) -> bool:
+        """Return whether any layer is an MoE layer."""
+        return any(layer.ffn.is_routed for layer in self.decoder_layers)
 
-def has_moe_layers(model: ModelConfig) -> bool:
-    """Return whether any layer is an MoE layer."""
-    return any(layer.ffn.is_routed for layer in model.decoder_layers)
-
-
-def has_dense_layers(model: ModelConfig) -> bool:
-    """Return whether any layer is dense (SwiGLU)."""
-    return not all(layer.ffn.is_routed for layer in model.decoder_layers)
+    @property
+    def has_dense_layers(self) -> bool:
+        """Return whether any layer is dense (SwiGLU)."""
+        return not all(layer.ffn.is_routed for layer in self.decoder_layers)

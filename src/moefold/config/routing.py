@@ -2,7 +2,7 @@
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart, ChoicePart
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 
 
@@ -14,4 +14,4 @@ def aux_coefficient(moe: MoEConfig) -> float:
 def depends_on_data_parallel_size(model: ModelConfig, moe: MoEConfig) -> bool:
     """Return whether the load-balancing loss depends on dp."""
     accumulates = chosen_in(moe, BalanceScopePart).accumulates
-    return accumulates and aux_coefficient(moe) > 0 and has_moe_layers(model)
+    return accumulates and aux_coefficient(moe) > 0 and model.has_moe_layers

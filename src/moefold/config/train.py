@@ -14,7 +14,7 @@ LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
-AUTO = "auto"
+AUTO_RECOMPUTE = "auto"
 """Only value of the list `train.recompute` if the parts follow from the memory."""
 
 

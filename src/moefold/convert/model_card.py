@@ -27,6 +27,7 @@ from moefold.errors import ConfigError
 from moefold.hub import CARD_FILE, is_hub_url, parse_hub_url, repo_of_snapshot
 from moefold.metrics.reader import read_records
 from moefold.remote_path import is_remote
+from moefold.topology.layout import DEGREES
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout", "lora")
@@ -173,7 +174,7 @@ def _training_lines(run: TrainingRun) -> list[str]:
         lines.append(f"- training loss of the last step: {run.loss:.4f}")
     if run.eval_loss is not None:
         lines.append(f"- loss on held-out data: {run.eval_loss[1]:.4f}, after step {run.eval_loss[0]:,}")
-    names = ("world_size", "tp", "cp", "pp", "ep", "etp")
+    names = ("world_size", *DEGREES)
     mapping = ", ".join(f"{name}={meta.parallel[name]}" for name in names if name in meta.parallel)
     return [*lines, f"- parallel mapping: {mapping}{f', {meta.dtype}' if meta.dtype else ''}"] if mapping else lines
 

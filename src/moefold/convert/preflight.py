@@ -19,7 +19,7 @@ from moefold.config.edit import edit_model
 from moefold.config.layer_words import spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.part_table import shown_value
 from moefold.config.plugins import MissingPartError
 from moefold.config.suggestions import download_advice
@@ -78,7 +78,7 @@ def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
     """Return the reason why a model cannot be upcycled; empty if it can."""
-    return "it has experts already; name a dense model, or set checkpoint.init_from" if has_moe_layers(dense) else ""
+    return "it has experts already; name a dense model, or set checkpoint.init_from" if dense.has_moe_layers else ""
 
 
 def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
@@ -112,7 +112,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
         router=moe.router,
         shared=moe.shared,
     )
-    networks = model.ffn if has_dense_layers(model) else replace(model.ffn, dense=dense.ffn.dense)
+    networks = model.ffn if model.has_dense_layers else replace(model.ffn, dense=dense.ffn.dense)
     layers = spell_layers([words._replace(ffn="dense") for words in model.layer_words])
     comparable = replace(model, layers=layers, ffn=replace(networks, moe=experts))
     different = model_differences(model_sizes(dense), comparable, model)

@@ -18,7 +18,7 @@ from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.comm.sharded_tensor import local_slice, region_of
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import is_hf_folder, multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
@@ -257,7 +257,7 @@ def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
     """Refuse layer and expert counts of config.json that contradict the tensors, before they exhaust the memory."""
     tensors = len(folder.tensors)
     max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
-    experts = model.ffn.moe.num_experts if has_moe_layers(model) else 0
+    experts = model.ffn.moe.num_experts if model.has_moe_layers else 0
     for kind, count, limit in (
         ("layers", model.num_layers + model.mtp_layers, tensors),
         ("experts", experts, max_experts),

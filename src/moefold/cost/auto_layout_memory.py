@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.config.schema import Config
-from moefold.config.train import AUTO
+from moefold.config.train import AUTO_RECOMPUTE
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.state_bytes import Unit
 from moefold.cost.unit_state_memory import UnitStateMemory, state_mapping
@@ -25,7 +25,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     explicit = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
     states = UnitStateMemory(explicit)
     mapping = state_mapping(explicit)
-    formula = activation_memory(cfg, () if AUTO in train.recompute else None)
+    formula = activation_memory(cfg, () if AUTO_RECOMPUTE in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     units: tuple[Unit, ...] = ("embedding", "head", *dict.fromkeys(model.block_kinds))
     state_bytes = {name: states.unit_bytes(name, mapping, with_optimizer=not offloads) for name in units}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.part_registry import built_in_kinds, find_part
 
 COMMON_PARTS = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe", "layer")
@@ -46,9 +46,9 @@ def missing_reason(part: str, model: ModelConfig) -> str:
         return f"the sparse attention of model.attention.indexer.top_k={model.selected_keys} does not have it as a part"
     if owner is not None and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
         return f"model.attention is not {owner!r}"
-    if part == "dense_mlp" and not has_dense_layers(model):
+    if part == "dense_mlp" and not model.has_dense_layers:
         return "no layer of model.layers is 'dense'"
-    if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):
+    if part in ("moe", "expert_activation", "shared_experts") and not model.has_moe_layers:
         return "no layer of model.layers is 'moe'"
     if part == "shared_experts" and model.experts.shared_width == 0:
         return "model.ffn.moe.shared is none"

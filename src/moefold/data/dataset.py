@@ -15,7 +15,6 @@ from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.schema import Config
-from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import (
     IndexAnnotatedSamples,
@@ -38,6 +37,7 @@ from moefold.data.token_file import (
 )
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError, Problem
+from moefold.integer_hash import draw_bits, hash_ints
 
 if TYPE_CHECKING:
     from moefold.data.huggingface import TextTables

@@ -14,7 +14,6 @@ from typing import Any
 
 from moefold.bounded_read import open_regular
 from moefold.config.data import DataConfig
-from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
     SKIPPED,
@@ -28,6 +27,7 @@ from moefold.data.input_paths import (
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.source_listing import named_sources, settings_files
 from moefold.errors import ConfigError
+from moefold.integer_hash import hash_ints
 
 BLOCK_BYTES = 4096
 _MIDDLE_BLOCKS = 6

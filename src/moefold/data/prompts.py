@@ -10,12 +10,13 @@ from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_temp
 from moefold.data.conversation_format import parse_messages
 from moefold.data.conversation_tokens import SkippedRows
 from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
-from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul
 from moefold.errors import ConfigError, Setting
+from moefold.integer_hash import hash_ints
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})

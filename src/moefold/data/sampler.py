@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.index_shuffle import GOLDEN, IndexShuffle, hash_ints
+from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
 from moefold.errors import ConfigError, Problem, RunError
+from moefold.integer_hash import GOLDEN, hash_ints
 
 _MAX_RANGES = 64
 _MIN_RANGE_SAMPLES = 8

@@ -28,13 +28,13 @@ from moefold.data.conversation_tokens import (
     tokenize_conversations,
 )
 from moefold.data.file_formats import JsonlRecord, jsonl_records
-from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below, is_jsonl
 from moefold.data.sample import Sample, SampleSource, fill_up, packed_sample
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
 from moefold.errors import ConfigError, Setting
+from moefold.integer_hash import hash_ints
 from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 4

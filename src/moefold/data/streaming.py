@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.huggingface import TextTables
-from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError, Problem
+from moefold.integer_hash import hash_ints
 
 MAX_BLOCK_SAMPLES = 1024
 _MAX_BLOCK_TOKENS = 2**23

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from moefold.config.data import DataConfig
-from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError, Problem, Setting
+from moefold.integer_hash import draw_bits, hash_ints
 
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""

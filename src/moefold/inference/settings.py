@@ -22,10 +22,12 @@ from moefold.config.suggestions import choices_of, describe_key
 from moefold.config.train import TrainConfig
 from moefold.config.tree import Tree
 from moefold.config.upgrade import flat_settings
+from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.errors import ConfigError, Problem, Setting, raise_all, spelled_as
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
+from moefold.topology.layout import DEGREES
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config
 from moefold.validate.parallel import DegreeProblem
@@ -227,7 +229,7 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
 
 
 def _degrees(p: ParallelConfig) -> dict[str, int]:
-    return {name: getattr(p, name) for name in ("world_size", "tp", "cp", "pp", "ep", "etp")}
+    return {name: getattr(p, name) for name in ("world_size", *DEGREES)}
 
 
 def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
@@ -253,13 +255,12 @@ def generate_oom_hint() -> str:
 
 
 _SHARDS = "shard the model with parallel.tp and pp"
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def batch_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
     """Return the bytes of a batch (tokens, labels, target mask) and of its logits on one rank."""
     tokens = train.micro_batch_size * train.seq_len
-    logits = tokens // parallel.cp * parallel.vocab_rows(model.vocab_size) * DTYPE_BYTES[run.dtype]
+    logits = tokens // parallel.cp * parallel.vocab_rows(model.vocab_size) * ITEM_BYTES[run.dtype]
     return tokens * (2 * 8 + 1) + logits
 
 

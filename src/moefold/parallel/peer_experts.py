@@ -18,7 +18,7 @@ from moefold.model.local_param import parameter_over
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
-from moefold.validate.rollout_experts import FETCH
+from moefold.topology.rollout_mapping import FETCH
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, a line of the cache."""

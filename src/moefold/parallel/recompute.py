@@ -9,7 +9,7 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
-from moefold.config.train import AUTO
+from moefold.config.train import AUTO_RECOMPUTE
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.attention import SelfAttention
 from moefold.model.block import Block
@@ -33,7 +33,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     Raises:
         ConfigError: nothing fits, on all ranks.
     """
-    if AUTO not in cfg.train.recompute:
+    if AUTO_RECOMPUTE not in cfg.train.recompute:
         return cfg, ""
     # The memory formula; the other values of train.recompute need none.
     from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute

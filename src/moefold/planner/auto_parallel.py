@@ -6,7 +6,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
-from moefold.config.train import AUTO
+from moefold.config.train import AUTO_RECOMPUTE
 from moefold.cost.hardware import DetectedMachine, Device, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import (
@@ -40,10 +40,10 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     fixed: dict[str, object] = {axis: word_of(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
     if "dispatcher" in fixed and chosen(cfg, DispatcherPart).prefers:
         del fixed["dispatcher"]
-    if AUTO in cfg.train.recompute:
+    if AUTO_RECOMPUTE in cfg.train.recompute:
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] and parallel='auto' both choose what to recompute; leave out train.recompute "
-            "and train.memory_budget_gib, or name the parts, such as train.recompute=['norms']"
+            f"train.recompute=['{AUTO_RECOMPUTE}'] and parallel='auto' both choose what to recompute; leave out "
+            "train.recompute and train.memory_budget_gib, or name the parts, such as train.recompute=['norms']"
         )
     says_ranks = "parallel.world_size" in given and not (p.elastic and machine.is_launched)
     base = replace(cfg, parallel=replace(p, mapping="given"), run=replace(cfg.run, device=machine.device_type))

@@ -13,10 +13,10 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
 from moefold.planner.search.search import PlannedMapping, SearchTarget
+from moefold.topology.layout import DEGREES
 
 HOPPER = ("h100", "h200", "h800")
-FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")
-NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
+NUMBER_AXES = ("seq_len", *DEGREES, "mbs")
 
 
 FAMILIES = {
@@ -71,7 +71,7 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     """
     request = planner.request
     own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
-    degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
+    degrees = {tuple(int(row[axis]) for axis in DEGREES) for row in own_rows}
     plans = planner.search.find([*FAMILIES.values()])
     least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
     found = []

@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 
@@ -82,7 +82,7 @@ class RoundCalendar:
 
         They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
         """
-        if 0 not in self.fragments_due(step) or not has_moe_layers(self.model) or self.sites.count == 1:
+        if 0 not in self.fragments_due(step) or not self.model.has_moe_layers or self.sites.count == 1:
             return False
         # Rounds are counted, as sites may take other numbers of steps between them.
         return (

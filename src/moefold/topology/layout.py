@@ -12,6 +12,8 @@ from moefold.errors import ConfigError, Problem, Setting
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
+DEGREES = ("tp", "cp", "pp", "ep", "etp")
+"""Degrees that a recipe sets; dp and edp follow from the number of ranks."""
 DEFAULT_ORDER = "pp-dp-cp-tp"
 DEFAULT_MOE_ORDER = "pp-edp-ep-etp"
 

@@ -5,7 +5,7 @@ from functools import cache, lru_cache
 
 from moefold.config.chosen import as_part, chosen_in
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.part_registry import built_in_kinds, find_part, is_built_in
@@ -100,7 +100,7 @@ def schedule_slots(model: ModelConfig, parallel: ParallelConfig, train: TrainCon
 
 def overlaps_micro_batches(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return whether the passes of a pair overlap: `parallel.overlap_experts` of a model with experts."""
-    return parallel.overlap_experts and has_moe_layers(model)
+    return parallel.overlap_experts and model.has_moe_layers
 
 
 def stage_ranks(p: ParallelConfig) -> tuple[int, ...]:

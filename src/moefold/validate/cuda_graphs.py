@@ -6,7 +6,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.metrics import MetricsConfig
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -92,7 +92,7 @@ def _router_obstacles(
 ) -> Iterator[Obstacle]:
     """Return the obstacles to graphs of attention and routers."""
     yield from _module_obstacles(run, model, p, moe, train)
-    yield "a model without MoE layers", not has_moe_layers(model), "it has no router"
+    yield "a model without MoE layers", not model.has_moe_layers, "it has no router"
     recomputes_router = "moe" in train.recompute
     yield "train.recompute=['moe']", recomputes_router, "what the router saves stays in the memory of its graph"
     yield from _routing_trace_obstacles(moe)
@@ -106,7 +106,7 @@ def _full_obstacles(
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
     yield str(Setting("parallel.world_size", world_size)), world_size > 1, sharded
     yield from _routing_trace_obstacles(moe)
-    needs_padding = has_moe_layers(model) and not moe.pad_to_capacity and _reads_counts(run, model)
+    needs_padding = model.has_moe_layers and not moe.pad_to_capacity and _reads_counts(run, model)
     kernels = f"{Setting('run.kernels', run.kernels)} with {Setting('run.dtype', run.dtype)}"
     yield kernels, needs_padding, "their experts read the token counts on the host, without moe.pad_to_capacity"
 

@@ -13,7 +13,7 @@ from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
@@ -153,7 +153,7 @@ def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exac
 
     `is_exact`: sampling has the bits of training, see `inexact_settings`.
     """
-    if not has_moe_layers(model) or rl.replay == "off":
+    if not model.has_moe_layers or rl.replay == "off":
         return False, ""
     if rl.replay == "on":
         return True, ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO, TrainConfig
+from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError, Problem
@@ -33,7 +33,7 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: the budget of a CPU rank is missing, or no choice fits.
     """
-    if AUTO not in cfg.train.recompute:
+    if AUTO_RECOMPUTE not in cfg.train.recompute:
         return
     if cfg.train.memory_budget_gib:
         # numpy takes a tenth of a second to import, and other recipes do not need it.
@@ -42,8 +42,8 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
     elif device_type == "cpu":
         raise ConfigError(
-            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib, and the ranks would run on the CPU, whose "
-            "memory they share; give what one rank may use"
+            f"train.recompute=['{AUTO_RECOMPUTE}'] needs train.memory_budget_gib, and the ranks would run on the CPU, "
+            "whose memory they share; give what one rank may use"
         )
 
 
@@ -60,18 +60,18 @@ class PartListKey:
 
 
 RECOMPUTE_KEY = PartListKey(
-    "train.recompute", lambda: (*recompute_parts(), AUTO), "is not a part of a layer", "recomputes it anyway"
+    "train.recompute", lambda: (*recompute_parts(), AUTO_RECOMPUTE), "is not a part of a layer", "recomputes it anyway"
 )
 
 
 def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that recomputed parts are known, unique, in the model, and not inside another."""
     parts = train.recompute
-    if AUTO in parts:
+    if AUTO_RECOMPUTE in parts:
         yield from _validate_auto_recompute(run, train)
         return
     if train.memory_budget_gib:
-        rule = f"is only read with train.recompute=['{AUTO}']"
+        rule = f"is only read with train.recompute=['{AUTO_RECOMPUTE}']"
         yield Problem("train.memory_budget_gib", train.memory_budget_gib, rule, "leave it out")
     yield from validate_parts(RECOMPUTE_KEY, parts, model)
 
@@ -94,14 +94,14 @@ def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -
 def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that "auto" is the only value of the list, and has a budget on a CPU and no activation offload."""
     if len(train.recompute) > 1:
-        rule = f"names parts with '{AUTO}', which chooses them"
+        rule = f"names parts with '{AUTO_RECOMPUTE}', which chooses them"
         yield Problem("train.recompute", list(train.recompute), rule, "leave one out")
     elif train.memory_budget_gib == 0 and run.device == "cpu":
         rule = "needs train.memory_budget_gib with run.device='cpu': ranks share the machine's memory"
-        yield Problem("train.recompute", [AUTO], rule, "give what one rank may use")
+        yield Problem("train.recompute", [AUTO_RECOMPUTE], rule, "give what one rank may use")
     if train.offload:
         rule = "uses formulas, and how much of train.offload is offloaded at the peak depends on the disk"
-        yield Problem("train.recompute", [AUTO], rule, "name parts, or leave train.offload out")
+        yield Problem("train.recompute", [AUTO_RECOMPUTE], rule, "name parts, or leave train.offload out")
 
 
 # core_attention saves the heads that parts of single attentions compute.

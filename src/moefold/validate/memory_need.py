@@ -13,7 +13,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO, TrainConfig
+from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
@@ -182,7 +182,7 @@ def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
             for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
         )
     # "auto" needs at least the memory of recomputing whole layers.
-    recompute = ("layer",) if AUTO in cfg.train.recompute else None
+    recompute = ("layer",) if AUTO_RECOMPUTE in cfg.train.recompute else None
     ranks = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
     return tuple(_rank_bytes(cfg.train, rank) for rank in ranks)
 

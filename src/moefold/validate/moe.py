@@ -9,7 +9,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoicePart
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
@@ -130,5 +130,5 @@ def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig) -> b
     return (
         bool(chosen_in(parallel, DispatcherPart).kernel_package)
         and parallel.ep * parallel.etp > 1
-        and has_moe_layers(model)
+        and model.has_moe_layers
     )

@@ -19,7 +19,7 @@ from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
@@ -31,7 +31,7 @@ from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
-from moefold.config.train import AUTO, TrainConfig
+from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
@@ -85,7 +85,7 @@ def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: Mo
             "segments of samples"
         )
         yield name.problem(rule, way_out)
-    if has_moe_layers(model):
+    if model.has_moe_layers:
         yield from _validate_routing(moe, name, way_out, is_balanced=plan.placement == BALANCED)
 
 
@@ -523,7 +523,7 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
     """Check that the dispatcher supports the settings if it spreads experts over ranks."""
     p = cfg.parallel
     part = chosen_in(p, DispatcherPart)
-    for reason in apply_rule(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
+    for reason in apply_rule(part.unsupported, cfg) if p.ep * p.etp > 1 and cfg.model.has_moe_layers else ():
         yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
 
 
@@ -545,7 +545,7 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
     """Check that `overlap_experts` has expert communication to hide, and a schedule and ZeRO stage that allow it."""
     if not parallel.overlap_experts:
         return
-    if not has_moe_layers(model):
+    if not model.has_moe_layers:
         rule = "hides the communication of experts, and no layer of model.layers is 'moe'"
         yield OVERLAP_EXPERTS_SETTING.problem(rule, "name 'moe' in model.layers, or overlap_experts=false")
         return
@@ -584,9 +584,9 @@ def validate_collective_order(cfg: Config) -> Iterator[Problem]:
     """
     p = cfg.parallel
     train = cfg.train
-    if not p.overlap_experts or not has_moe_layers(cfg.model):
+    if not p.overlap_experts or not cfg.model.has_moe_layers:
         return
-    if AUTO in train.recompute:
+    if AUTO_RECOMPUTE in train.recompute:
         # The parts are chosen later, for these stages. The order only depends on whether collectives are repeated.
         placed = with_explicit_layout(cfg)
         for parts in ((), RECOMPUTED_WITH_COMM[:1]):

@@ -6,9 +6,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.layout import fold_mapping
-from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
-
-FETCH = Setting("rollout.experts", "fetch")
+from moefold.topology.rollout_mapping import FETCH, fetches_experts, rollout_degrees
 
 
 def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from moefold.config.faults import FaultsConfig
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
-from moefold.config.model import ModelConfig, has_dense_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import describe_part
@@ -303,7 +303,7 @@ def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
     has_head_norms = any(layer.attention.fuses_head_norms for layer in model.decoder_layers)
     has_shared_expert = model.routed is not None and model.routed.shared_width > 0
-    return has_head_norms or has_shared_expert or has_dense_layers(model)
+    return has_head_norms or has_shared_expert or model.has_dense_layers
 
 
 KERNEL_RULES = (validate_kernels, validate_compile)

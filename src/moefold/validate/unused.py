@@ -12,7 +12,7 @@ from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
 from moefold.config.field import ReadIf
 from moefold.config.layer_words import MAX_LAYERS
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.part import Part, Table, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
@@ -104,7 +104,7 @@ UNUSED_KEY_RULES = (
         "moe.bias_update_rate moe.choice moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every rollout.experts "
         "metrics.per_layer faults.check_dispatch",
-        lambda cfg: not has_moe_layers(cfg.model),
+        lambda cfg: not cfg.model.has_moe_layers,
         "no layer of model.layers is 'moe'",
         "name 'moe' in model.layers",
     ),

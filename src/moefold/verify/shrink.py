@@ -24,7 +24,7 @@ from moefold.config.small_sizes import SmallSizes
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.errors import ConfigError
-from moefold.topology.layout import divisors
+from moefold.topology.layout import DEGREES, divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.selection_groups import shares_selections
 from moefold.validate.config import check_config
@@ -42,8 +42,6 @@ MAX_RANKS = 16
 """Limit of the ranks of a small recipe, if its mapping allows so few."""
 MAX_STAGES = 8
 """Limit of the pipeline stages over all ranks; above it the number of virtual stages is reduced."""
-DEGREES = ("tp", "cp", "pp", "ep", "etp")
-"""Degrees that a recipe sets; dp and edp follow from the number of ranks."""
 AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 

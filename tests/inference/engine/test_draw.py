@@ -8,7 +8,6 @@ from moefold.comm.private_torch import TorchDispatchMode
 from moefold.cost import rollout_memory
 from moefold.cost.kv_cache import rollouts_at_once
 from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes
-from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
     Draw,
@@ -20,6 +19,7 @@ from moefold.inference.engine.draw import (
 )
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
+from moefold.integer_hash import draw_bits, hash_ints
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.cpu.draw import NO_TOKEN, CDraw
 from moefold.recipe import load_config

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.config.cache_pages import PAGE_POSITIONS
-from moefold.data.index_shuffle import hash_ints
 from moefold.inference.engine.pages import PagePool, PageTable, pages_for
 from moefold.inference.engine.requests import Request
 from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler
+from moefold.integer_hash import hash_ints
 
 EOS = 0
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from moefold.data.index_shuffle import draw_bits, splitmix64
+from moefold.integer_hash import draw_bits, splitmix64
 from moefold.model.moe.token_noise import CPU_CHUNK_ELEMENTS, uniform_noise
 
 SAMPLES, POSITIONS = torch.arange(4), torch.arange(32)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim
 from moefold.config.schema import Config
@@ -25,7 +25,7 @@ def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
     if sites.count == 1:
         yield Problem(KEY, "spes", "divides experts among sites, and sites.count=1", "set sites.count")
         return
-    if not has_moe_layers(cfg.model):
+    if not cfg.model.has_moe_layers:
         yield Problem(KEY, "spes", "needs MoE layers, and the model has none", OTHER)
         return
     if cfg.train.trains_indexers_only(cfg.model):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.errors import Problem, Setting
 
@@ -182,7 +182,7 @@ class DispatcherPart(Part):
     ) -> Iterator[Problem]:
         """Yield the settings that are incompatible with the dispatcher, such as values of ep and etp."""
         p = parallel
-        has_experts = has_moe_layers(model)
+        has_experts = model.has_moe_layers
         is_spread = p.ep * p.etp > 1
         if self.needs_spread_experts and has_experts and not is_spread:
             yield self._problem(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
 from moefold.cost.rollout_memory import MAX_WEIGHTS
-from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
+from moefold.integer_hash import draw_bits, hash_ints
 from moefold.ops.cpu.draw import NO_TOKEN, CDraw, weight_unit
 
 MANTISSA_BITS = 53

@@ -6,7 +6,7 @@ It depends on seed, step, sample and position of the token, and not on the rank.
 import torch
 from torch import Tensor
 
-from moefold.data.index_shuffle import GOLDEN, MIX_A, MIX_B
+from moefold.integer_hash import GOLDEN, MIX_A, MIX_B
 
 SECOND_STREAM = MIX_A
 """XOR of a seed with it gives the seed of independent noise. Seeds at a multiple of `GOLDEN` belong to other steps."""

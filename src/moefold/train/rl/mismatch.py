@@ -2,7 +2,7 @@
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import WirePart
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
@@ -75,7 +75,7 @@ def _own_engine(
         causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
         ways_out.append("set run.dtype='float32'")
     # Rollouts of older weights have no recorded choices.
-    if rl.replay != "on" and not rl.staleness and has_moe_layers(model):
+    if rl.replay != "on" and not rl.staleness and model.has_moe_layers:
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")
     if has_rollout_mapping(parallel, rl, rollout):

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
@@ -362,7 +362,7 @@ class SiteRounds(StageCallback):
             reshard_parameters(context.training.model.stages)
             # A checkpoint has the mean `g` of a pending round, but not the difference that this site sent.
             knows_own = "members" in self._record
-            if knows_own and has_moe_layers(self._model) and not pending.is_mean_of_weights:
+            if knows_own and self._model.has_moe_layers and not pending.is_mean_of_weights:
                 squares = _sum_of_ranks(context, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             norms, metrics = outer.apply(pending, context.groups, is_overlapped=is_overlapped)

@@ -26,13 +26,14 @@ from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, Mee
 from moefold.launch.signed_lines import Message, read_secret
 from moefold.launch.site_round import PAIRS_SETTING
 from moefold.topology.fragments import RoundCalendar
+from moefold.topology.layout import DEGREES
 
 POLL_S = 0.5
 """Interval between two questions of a site whether the other sites have arrived."""
 ANSWER_GRACE_S = 15.0
 """Time for an answer of the meeting point beyond sites.timeout_s."""
 _EQUAL_PARALLEL_KEYS = (
-    *("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order"),
+    *("world_size", *DEGREES, "order", "moe_order"),
     *("schedule", "virtual_stages", "pipeline_layout", "zero"),
 )
 _OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "every", "first", "overlap"})

@@ -1,7 +1,7 @@
 """All-gather dispatcher: every rank gets the tokens of all ranks; simple, best for small ep * etp."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -9,24 +9,20 @@ from moefold.comm.async_collectives import IDENTITY, async_all_gather, async_red
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.comm.resumable import Resumable, run_to_end
-from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap, SplitSizes, fp8_wire_format
-from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.expert_ops import Permutation, PermuteMap
+from moefold.model.moe.dispatch.base import RoutingMap, SplitSizes, fp8_wire_format
+from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.permute import as_counts, plan_permutation
 
 
-@dataclass(frozen=True)
-class AllGatherMetadata:
-    """Dispatch state of one micro-batch; the permutation is over the tokens of all N ranks, for this rank's experts."""
+@dataclass
+class AllGatherMetadata(SentTokens):
+    """Dispatch state of one micro-batch; this rank receives the tokens of all N ranks, [N*T, H]."""
 
-    permutation: Permutation
-    probs_TK: Tensor | None
-    """Probabilities of all ranks' tokens, [N*T, K]; None where the experts have applied them."""
-    tokens_per_expert: Sequence[int]
     num_tokens: int
     """Tokens of one rank, T."""
 
 
-class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
+class AllGatherDispatcher(PartialSumDispatcher[AllGatherMetadata]):
     """Dispatcher with an all-gather of tokens and a reduce-scatter of expert outputs over ep x etp.
 
     Args:
@@ -34,8 +30,6 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
     """
-
-    combines_locally = True
 
     def __init__(
         self,
@@ -69,7 +63,8 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         )
         # Each rank uses some of the probabilities, and etp ranks compute partial gradients: the adjoint sums them.
         probs_TK = all_gather(routing_map.probs_TK, self._experts)
-        return x_TH, AllGatherMetadata(permutation, probs_TK, tokens_per_expert, len(x_TH))
+        received = ReceivedTokens(permutation, probs_TK, tokens_per_expert)
+        return x_TH, AllGatherMetadata(len(x_TH), arrived=received)
 
     def dispatch_communicate(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Gather the tokens of all ranks, [N*T, H]."""
@@ -96,18 +91,6 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         computed = None if compute is None else compute()
         return (yield from async_result.wait_resumable()), computed
 
-    def dispatch_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
-        """Permute the tokens of this rank's experts."""
-        return permute(rows, metadata.permutation, self.permute_ops)
-
-    def permute_map(self, metadata: AllGatherMetadata) -> PermuteMap:
-        """Return the permutation by expert."""
-        return PermuteMap.from_permutation(metadata.permutation)
-
-    def combine_preprocess(self, y_RH: Tensor, metadata: AllGatherMetadata) -> Tensor:
-        """Compute this rank's experts' part of the weighted sum for the tokens of all ranks, [N*T, H]."""
-        return unpermute(y_RH, metadata.permutation, metadata.probs_TK, self.permute_ops)
-
     def combine_communicate(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
         """Reduce-scatter the partial sums, [N*T, H] -> [T, H]."""
         return run_to_end(self.combine_async(rows, metadata))
@@ -115,12 +98,3 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
     def combine_async(self, rows: Tensor, metadata: AllGatherMetadata) -> Resumable[Tensor]:
         """Reduce-scatter the partial sums, yielding meanwhile."""
         return (yield from async_reduce_scatter(rows, self._experts).wait_resumable())
-
-    def combine_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
-        """Return the rows, which are this rank's sums, unchanged."""
-        return rows
-
-    def dispatch_probs(self, metadata: AllGatherMetadata) -> tuple[Tensor, AllGatherMetadata]:
-        """Permute the routing probabilities, which `dispatch_preprocess` has gathered."""
-        assert metadata.probs_TK is not None
-        return permute_probs(metadata.probs_TK, metadata.permutation), replace(metadata, probs_TK=None)

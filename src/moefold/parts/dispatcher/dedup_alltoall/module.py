@@ -1,7 +1,7 @@
 """All-to-all that sends a token once to each ep rank that holds any of its experts, and returns one partial sum."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,21 +11,21 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.comm.host_copy import HostCopy
 from moefold.comm.resumable import Resumable, run_to_end
-from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap, SplitSizes, fp8_permuted_wire_format
+from moefold.model.moe.dispatch.base import RoutingMap, SplitSizes, fp8_permuted_wire_format
+from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
 from moefold.model.moe.permute import (
     as_counts,
     permute,
-    permute_probs,
     plan_permutation,
     truncate_permutation,
     unpermute,
 )
-from moefold.ops.expert_ops import Permutation, PermuteMap
+from moefold.ops.expert_ops import Permutation
 
 
 @dataclass
-class DedupMetadata:
-    """Dispatch state of one micro-batch. The fields after `num_routed` are known once the tokens have arrived."""
+class DedupMetadata(SentTokens):
+    """Dispatch state of one micro-batch."""
 
     to_ranks: Permutation
     """Permutation of the tokens by destination rank: one row for each pair of token and rank."""
@@ -38,14 +38,9 @@ class DedupMetadata:
     """Tokens received from each ep member."""
     num_routed: int
     """Rows of this rank's experts, one for each choice of a received token."""
-    probs_NK: Tensor | None = None
-    """Differentiable probabilities of the received tokens; None where the experts have applied them."""
-    permutation: Permutation | None = None
-    """Permutation of the received tokens by local expert."""
-    tokens_per_expert: Sequence[int] = ()
 
 
-class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
+class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
     """Dispatcher with an all-to-all over ep that sends no token twice to a rank; etp is 1.
 
     A token that chose k experts of a rank is sent once instead of k times, with its choices and their probabilities,
@@ -56,8 +51,6 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
         ep: ranks that hold different experts; member i holds the i-th part of them.
         num_experts: E, over all ranks.
     """
-
-    combines_locally = True
 
     def __init__(self, ep: Group, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._ep = ep
@@ -125,27 +118,10 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
         computed = None if compute is None else compute()
         received = yield from rows_result.wait_resumable()
         ids_NK = ids_result.wait()
-        metadata.probs_NK = probs_result.wait()
-        metadata.permutation = plan_permutation(
-            ids_NK.long(), self._num_local, ids_NK >= 0, num_rows=metadata.num_routed
-        )
-        metadata.tokens_per_expert = as_counts(metadata.permutation.tokens_per_expert_E)
+        probs_NK = probs_result.wait()
+        permutation = plan_permutation(ids_NK.long(), self._num_local, ids_NK >= 0, num_rows=metadata.num_routed)
+        metadata.arrived = ReceivedTokens(permutation, probs_NK, as_counts(permutation.tokens_per_expert_E))
         return received, computed
-
-    def dispatch_postprocess(self, rows: Tensor, metadata: DedupMetadata) -> Tensor:
-        """Permute the received tokens by local expert, one row for each choice."""
-        assert metadata.permutation is not None
-        return permute(rows, metadata.permutation, self.permute_ops)
-
-    def permute_map(self, metadata: DedupMetadata) -> PermuteMap:
-        """Return the permutation of the received tokens by local expert."""
-        assert metadata.permutation is not None
-        return PermuteMap.from_permutation(metadata.permutation)
-
-    def combine_preprocess(self, y_RH: Tensor, metadata: DedupMetadata) -> Tensor:
-        """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
-        assert metadata.permutation is not None
-        return unpermute(y_RH, metadata.permutation, metadata.probs_NK, self.permute_ops)
 
     def combine_communicate(self, rows: Tensor, metadata: DedupMetadata) -> Tensor:
         """Send the partial sums back to the ranks of their tokens."""
@@ -159,12 +135,6 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
     def combine_postprocess(self, rows: Tensor, metadata: DedupMetadata) -> Tensor:
         """Sum each token's partial sums over the ranks, [T, H]."""
         return unpermute(rows, metadata.to_ranks, None, self.permute_ops)
-
-    def dispatch_probs(self, metadata: DedupMetadata) -> tuple[Tensor, DedupMetadata]:
-        """Permute the routing probabilities, which arrived with the tokens."""
-        assert metadata.permutation is not None
-        assert metadata.probs_NK is not None
-        return permute_probs(metadata.probs_NK, metadata.permutation), replace(metadata, probs_NK=None)
 
     def _host_sizes(self, counts: Tensor) -> Tensor:
         """Return the counts that the host needs: tokens sent to and received from each member, and rows of the experts.

@@ -5,7 +5,6 @@ experts, copies it there, and returns one partial sum from each of these ranks. 
 documented interface of `deep_ep.Buffer` and tested with an emulation of it. It has not been run on hardware.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from moefold.comm.groups import Group
 from moefold.errors import ConfigError
-from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
-from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.expert_ops import Permutation, PermuteMap
+from moefold.model.moe.dispatch.base import RoutingMap
+from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.permute import plan_permutation
 from moefold.ops.quantization.formats import dequantize, quantize
 
 TOKEN_BYTES = 2
@@ -76,20 +75,15 @@ class Buffer(Protocol):
 
 
 @dataclass
-class DeepEPMetadata:
-    """Dispatch state of one micro-batch. The fields after `layout` are known once the tokens have arrived."""
+class DeepEPMetadata(SentTokens):
+    """Dispatch state of one micro-batch; the handle is known once the tokens have arrived."""
 
     probs_TK: Tensor
     layout: dict[str, Any]
     handle: Any = None
-    probs_NK: Tensor | None = None
-    """Differentiable probabilities of the received tokens; None where the experts have applied them."""
-    permutation: Permutation | None = None
-    """Permutation of the received tokens by local expert, one row for each chosen expert."""
-    tokens_per_expert: Sequence[int] = ()
 
 
-class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
+class DeepEPDispatcher(PartialSumDispatcher[DeepEPMetadata]):
     """Dispatcher over a DeepEP buffer; etp is 1.
 
     Unlike in other dispatchers, the counts of received tokens arrive with the tokens, so that `dispatch_communicate`
@@ -99,8 +93,6 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
         buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.
         num_experts: E, over all ranks.
     """
-
-    combines_locally = True
 
     def __init__(self, buffer: Buffer, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._buffer = buffer
@@ -128,37 +120,14 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
 
     def dispatch_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Send each token and its probabilities to the ranks of its experts: [T, H] -> [N, H]."""
-        rows, metadata.probs_NK = _Dispatch.apply(rows, metadata.probs_TK, metadata, self._buffer, self._fp8_dispatch)
+        rows, probs_NK = _Dispatch.apply(rows, metadata.probs_TK, metadata, self._buffer, self._fp8_dispatch)
+        # Autograd tracks the probabilities only after `apply`.
+        metadata.arrived = replace(metadata.received, probs_NK=probs_NK)
         return rows
-
-    def dispatch_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Permute the received tokens by local expert."""
-        assert metadata.permutation is not None
-        return permute(rows, metadata.permutation, self.permute_ops)
-
-    def permute_map(self, metadata: DeepEPMetadata) -> PermuteMap:
-        """Return the permutation of the received tokens by local expert."""
-        assert metadata.permutation is not None
-        return PermuteMap.from_permutation(metadata.permutation)
-
-    def combine_preprocess(self, y_RH: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
-        assert metadata.permutation is not None
-        return unpermute(y_RH, metadata.permutation, metadata.probs_NK, self.permute_ops)
 
     def combine_communicate(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
         """Sum the partial sums of all ranks on the token's rank: [N, H] -> [T, H]."""
         return _Combine.apply(rows, metadata.handle, self._buffer)
-
-    def combine_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Return the rows, which the combine has summed, unchanged."""
-        return rows
-
-    def dispatch_probs(self, metadata: DeepEPMetadata) -> tuple[Tensor, DeepEPMetadata]:
-        """Permute the routing probabilities, which arrived with the tokens."""
-        assert metadata.permutation is not None
-        assert metadata.probs_NK is not None
-        return permute_probs(metadata.probs_NK, metadata.permutation), replace(metadata, probs_NK=None)
 
 
 def open_buffer(ep: Group, hidden_size: int) -> Buffer:
@@ -204,8 +173,8 @@ class _Dispatch(torch.autograd.Function):
         assert probs_NK is not None
         assert counts is not None
         metadata.handle = handle
-        metadata.tokens_per_expert = counts
-        metadata.permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0, num_rows=sum(counts))
+        permutation = plan_permutation(ids_NK.long(), len(counts), ids_NK >= 0, num_rows=sum(counts))
+        metadata.arrived = ReceivedTokens(permutation, None, counts)
         ctx.handle = handle
         ctx.buffer = buffer
         return x_NH, probs_NK

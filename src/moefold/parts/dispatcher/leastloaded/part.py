@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.model import ModelConfig
 from moefold.config.small_sizes import SmallSizes
 from moefold.errors import Problem, Setting
 
@@ -38,7 +38,7 @@ class LeastLoadedDispatcherPart(DispatcherPart):
         """Yield errors for one ep rank, for equal loads, and for thresholds that cannot apply."""
         yield from super().check(model, parallel, moe, train)
         p = parallel
-        if not has_moe_layers(model):
+        if not model.has_moe_layers:
             return
         if p.ep == 1:
             yield self._problem(

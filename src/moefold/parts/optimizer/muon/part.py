@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import BELOW_ONE, MaxMagnitude, at_least
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
-from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import ParamSpec
 from moefold.errors import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
@@ -107,9 +106,9 @@ class Muon(AdamW):
 def _lacking_groups(model: "ModelConfig") -> dict[str, str]:
     """Return the groups of matrices that a model lacks, each with the reason."""
     lacking = {}
-    if not has_dense_layers(model):
+    if not model.has_dense_layers:
         lacking["dense_mlp"] = "no layer of model.layers is 'dense'"
-    if not has_moe_layers(model):
+    if not model.has_moe_layers:
         lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layers is 'moe'")
     elif not model.experts.shared_width and not model.experts.latent_size:
         lacking["shared_experts"] = "model.ffn.moe.shared=none"

@@ -1,6 +1,6 @@
 import numpy as np
 
-from moefold.data.index_shuffle import draw_bits, hash_ints, splitmix64
+from moefold.integer_hash import draw_bits, hash_ints, splitmix64
 
 
 def test_draws_equal_the_published_generator():

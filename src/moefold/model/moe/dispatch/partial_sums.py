@@ -1,0 +1,77 @@
+"""Base of dispatchers that sum the outputs of a token's experts on the rank of the experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
+
+from torch import Tensor
+
+from moefold.model.moe.dispatch.base import Dispatcher
+from moefold.model.moe.permute import permute, permute_probs, unpermute
+from moefold.ops.expert_ops import Permutation, PermuteMap
+
+
+@dataclass(frozen=True)
+class ReceivedTokens:
+    """Tokens on the rank of their experts."""
+
+    permutation: Permutation
+    """Permutation by local expert, one row for each choice of an expert of this rank."""
+    probs_NK: Tensor | None
+    """Differentiable routing probabilities; None where the experts have applied them."""
+    tokens_per_expert: Sequence[int]
+
+
+@dataclass
+class SentTokens:
+    """Dispatch state of one micro-batch."""
+
+    arrived: ReceivedTokens | None = field(default=None, kw_only=True)
+    """None until the tokens have arrived."""
+
+    @property
+    def received(self) -> ReceivedTokens:
+        """The tokens that this rank has received."""
+        assert self.arrived is not None, "the tokens have not arrived"
+        return self.arrived
+
+    @property
+    def tokens_per_expert(self) -> Sequence[int]:
+        """Tokens of each expert of this rank."""
+        return self.received.tokens_per_expert
+
+    def without_probs(self) -> Self:
+        """Return the state after the experts have applied the probabilities."""
+        return replace(self, arrived=replace(self.received, probs_NK=None))
+
+
+SentT = TypeVar("SentT", bound=SentTokens)
+
+
+class PartialSumDispatcher(Dispatcher[SentT]):
+    """Dispatcher whose ranks permute received tokens by local expert, and sum the experts' outputs of each token."""
+
+    combines_locally = True
+
+    def dispatch_postprocess(self, rows: Tensor, metadata: SentT) -> Tensor:
+        """Permute the received tokens by local expert, one row for each choice."""
+        return permute(rows, metadata.received.permutation, self.permute_ops)
+
+    def permute_map(self, metadata: SentT) -> PermuteMap:
+        """Return the permutation of the received tokens by local expert."""
+        return PermuteMap.from_permutation(metadata.received.permutation)
+
+    def combine_preprocess(self, y_RH: Tensor, metadata: SentT) -> Tensor:
+        """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
+        received = metadata.received
+        return unpermute(y_RH, received.permutation, received.probs_NK, self.permute_ops)
+
+    def combine_postprocess(self, rows: Tensor, metadata: SentT) -> Tensor:
+        """Return the rows, which are summed, unchanged."""
+        return rows
+
+    def dispatch_probs(self, metadata: SentT) -> tuple[Tensor, SentT]:
+        """Permute the routing probabilities, which this rank has."""
+        received = metadata.received
+        assert received.probs_NK is not None
+        return permute_probs(received.probs_NK, received.permutation), metadata.without_probs()
