@@ -1,6 +1,6 @@
 """Measure time and activation memory of chunked loss, probs in experts and recomputation, and the time of Muon.
 
-`python benchmarks/activation_memory.py [loss|experts|recompute|muon]`, one rank on the CPU. Times are the best of 12
+`python -m benchmarks.activation_memory [loss|experts|recompute|muon]`, one rank on the CPU. Times are the best of 12
 interleaved runs; memory is the bytes of the tensors saved for the backward pass, without parameters.
 """
 

@@ -107,7 +107,7 @@ CONSTANTS = (
     Constant("layer.EXPERT_LAUNCH_SHARE", (), 0.2, 0.15),
     Constant("step.GRAPH_GAP_SHARE", (), 0.5, 0.3),
     Constant("step.TUNED_HOST_FRACTION", (), 0.8, 0.5),
-    Constant("step.CHUNK_S", (), 1e-4, 0.5),
+    Constant("step.CHUNK_CALL_S", (), 1e-4, 0.5),
     Constant("data_parallel.EXPOSED_ZERO3_FRACTION", (), 0.15, 0.6),
 )
 START = np.log([constant.start for constant in CONSTANTS])

@@ -1,9 +1,9 @@
 """Estimate the time of a MoE layer on one H200 from the trace of its CUDA step; nothing is run on a GPU.
 
-    python benchmarks/gpu_roofline.py                 rates, the layers of docs/kernels-cuda.md, their losses
-    python benchmarks/gpu_roofline.py --part block    the same with attention and norms
-    python benchmarks/gpu_roofline.py --operations    bytes, FLOPs, rate and time of each operation of the layers
-    python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels-cuda.md
+    python -m benchmarks.gpu_roofline                 rates, the layers of docs/kernels-cuda.md, their losses
+    python -m benchmarks.gpu_roofline --part block    the same with attention and norms
+    python -m benchmarks.gpu_roofline --operations    bytes, FLOPs, rate and time of each operation of the layers
+    python -m benchmarks.gpu_roofline --write         save the tables of the layers in docs/kernels-cuda.md
 
 Forward and backward pass. Each traced operator or kernel takes the time of its FLOPs or of its bytes at an assumed
 rate, whichever is longer, and at least the time of an empty kernel. The further bytes of a GEMM's epilogue add to it.

@@ -22,7 +22,7 @@ from benchmarks.gpu_constants import constants, shared
 from benchmarks.gpu_contact import contact
 from benchmarks.gpu_stage import TINY_LAYER, TINY_TOKENS, Stage, layer_config, profile, recorded_waits
 from benchmarks.race.other_frameworks import PEERS, PeerUnavailableError
-from benchmarks.race.rivals import LayerRivals
+from benchmarks.race.reference_steps import ReferenceLayerSteps
 from benchmarks.training_step import build_training_step, random_batch
 from moefold.bench.our_step import LayerStep
 from moefold.bench.shape import step_flops
@@ -194,15 +194,15 @@ def layer(stage: Stage) -> None:
 
 
 def _measure_others(stage: Stage, title: str, steps: LayerStep) -> None:
-    rivals = LayerRivals(steps)
+    references = ReferenceLayerSteps(steps)
     grouped = "grouped_mm" if stage.is_cuda else "loop"
-    stage.add(f"{title}, plain torch", stage.ms(rivals.build_torch_baseline(grouped)), "ms")
+    stage.add(f"{title}, plain torch", stage.ms(references.build_torch_baseline(grouped)), "ms")
     if find_spec("transformers") is not None:
         grouped = "grouped_mm" if stage.is_cuda else "eager"
-        stage.add(f"{title}, transformers", stage.ms(rivals.build_transformers(grouped)), "ms")
+        stage.add(f"{title}, transformers", stage.ms(references.build_transformers(grouped)), "ms")
     for peer in PEERS:
         try:
-            run = rivals.build_peer(peer)
+            run = references.build_peer(peer)
         except PeerUnavailableError as reason:
             print(f"   {peer.name}: {reason}")
             continue

@@ -1,7 +1,7 @@
 """Predict the ablations of arXiv:2504.14960 sec. 4.3: time of an MoE layer by part, for many mappings.
 
-    python benchmarks/mapping_ablation.py                                      tables
-    python benchmarks/mapping_ablation.py --picture docs/images/ablations.png  and the charts of docs/folding.md
+    python -m benchmarks.mapping_ablation                                      tables
+    python -m benchmarks.mapping_ablation --picture docs/images/ablations.png  and the charts of docs/folding.md
 
 One MoE layer, forward and backward, of one micro-batch with 4,096 tokens on each rank, on nodes of 8 GPUs, priced by
 the planner's cost model in bfloat16 with balanced experts. Experts: all factorizations of 8 or 16 ranks into ETP x EP.

@@ -23,7 +23,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
 from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.model.init import init_weights
@@ -89,7 +89,7 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
     with torch.no_grad(), model.writing_weights():
         init_weights(model.stage, cfg.model, cfg.run.seed)
     requests = _requests(groups.rank, args.requests, args.sigma)
-    engine = RolloutEngine(model, EngineSettings(slots=args.slots, pass_tokens=args.pass_tokens), SamplingParams())
+    engine = GenerationEngine(model, EngineSettings(slots=args.slots, pass_tokens=args.pass_tokens), SamplingParams())
     passes = empty_passes = 0
     finished_s = 0.0
     tokens: dict[int, list[int]] = {i: [] for i in range(len(requests))}

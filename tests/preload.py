@@ -26,7 +26,7 @@ MODULES = (
         "moefold.optim.state_offload",
     ),
     *("moefold.parallel.kernels.low_precision", "moefold.parallel.offload", "moefold.parallel.memory_tracking"),
-    *("moefold.train.rollout_loader", "moefold.train.callbacks.rollouts", "moefold.train.kl_reference"),
+    *("moefold.train.rl.rollout_loader", "moefold.train.rl.callbacks", "moefold.train.rl.kl_reference"),
     *("moefold.parallel.gathered_weights", "moefold.inference.vllm_engine", "moefold.train.memory_profile"),
     *("torch.utils.serialization.config", "encodings.utf_8_sig"),
     *("moefold.convert.init_from", "moefold.convert.families", "moefold.cost.peak_memory"),

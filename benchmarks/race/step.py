@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.program import add_picture, check_report_options, run_program, write_report
 from benchmarks.race.other_frameworks import PEERS, PeerUnavailableError, num_weight_copies
-from benchmarks.race.rivals import rivals_of
+from benchmarks.race.reference_steps import reference_steps_of
 from benchmarks.race.torch_baseline import ExpertsImplementation, baseline_unsupported_reason
 from benchmarks.step_parts import PartsTimer, PartTime, part_lines
 from moefold.bench.our_step import StepFunction, our_step
@@ -42,7 +42,7 @@ TRANSFORMERS_VARIANTS = tuple(f"transformers, {kind}" for kind in EXPERTS_IMPLEM
 
 @dataclass(frozen=True)
 class Race:
-    """Results of our step and of its rivals."""
+    """Results of our step and of its references."""
 
     report: StepReport
     absent: list[str]
@@ -93,16 +93,16 @@ def race_steps(
     on_progress("building the models")
     ours = our_step(cfg, part, device, routing)
     run = ours.build()
-    rivals = rivals_of(ours)
+    references = reference_steps_of(ours)
     unsupported = baseline_unsupported_reason(cfg.model, with_attention=part != "layer")
     kinds: tuple[ExpertsImplementation, ...] = ("loop", "grouped_mm") if device.type == "cuda" else ("loop",)
-    plain = {f"plain torch, {kind}": rivals.build_torch_baseline(kind) for kind in kinds if not unsupported}
+    plain = {f"plain torch, {kind}": references.build_torch_baseline(kind) for kind in kinds if not unsupported}
     absent = [f"plain torch: {unsupported}"] if unsupported else []
-    variants = {f"transformers, {kind}": rivals.build_transformers(kind) for kind in EXPERTS_IMPLEMENTATIONS}
+    variants = {f"transformers, {kind}": references.build_transformers(kind) for kind in EXPERTS_IMPLEMENTATIONS}
     peers: dict[str, StepFunction] = {}
     for peer in PEERS:
         try:
-            peers[peer.title] = rivals.build_peer(peer)
+            peers[peer.title] = references.build_peer(peer)
         except PeerUnavailableError as reason:
             absent.append(f"{peer.name}: {reason}")
     on_progress("choosing the faster of transformers' implementations")

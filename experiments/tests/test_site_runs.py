@@ -14,8 +14,8 @@ from moefold.config.schema import Config
 from moefold.launch.meeting import describe_sites
 from moefold.launch.site_round import pair_members
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.sites import SiteRounds
 from moefold.train.signals import StopSignals
+from moefold.train.sites.callbacks import SiteRounds
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
@@ -115,11 +115,10 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
 
     class FailingInARound(Callback):
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-            rounds = trainer.callbacks[0]
-            assert isinstance(rounds, SiteRounds)
-            if cfg.sites.number == 2 and rounds._flight is not None:
-                assert isinstance(rounds._flight.exchange, Future)
-                rounds._flight.exchange.result(60)
+            (rounds,) = (callback for callback in trainer.callbacks if isinstance(callback, SiteRounds))
+            if cfg.sites.number == 2 and rounds._running_exchange is not None:
+                assert isinstance(rounds._running_exchange.exchange, Future)
+                rounds._running_exchange.exchange.result(60)
                 raise ArithmeticError
 
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
@@ -154,7 +153,7 @@ def test_site_lost_in_an_exchange_of_pairs_voids_only_the_round_of_its_pair(pool
 def train_and_be_late(cfg: Config, go: Path) -> None:
     """Train; site 2 waits after step 3 until the others have gone on without it."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    late = [Waiting(3, go)] if cfg.sites.number == 2 else []
+    late = [Waiting(3, go, cfg.sites.number)] if cfg.sites.number == 2 else []
     Trainer(cfg, groups, callbacks=late).run(StopSignals())
 
 

@@ -144,9 +144,9 @@ def train_model(
     prepare_data(setup, rank_env)
 
     from moefold.launch.rank0 import collect_from_ranks
-    from moefold.train.worker import ProgramParts, train_on_rank
+    from moefold.train.worker import ProgramHooks, train_on_rank
 
-    program = ProgramParts(loss, data, callbacks)
+    program = ProgramHooks(loss, data, callbacks)
     main = partial(train_on_rank, setup.cfg, setup.messages, program)
     cfg = setup.folder.cfg
     return collect_from_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
@@ -190,9 +190,9 @@ def train_in_process(
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
 
-    from moefold.train.worker import ProgramParts, train_in_program
+    from moefold.train.worker import ProgramHooks, train_in_program
 
-    return train_in_program(loaded, ProgramParts(loss, data, callbacks, on_step))
+    return train_in_program(loaded, ProgramHooks(loss, data, callbacks, on_step))
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from moefold.config.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO_MAPPING, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import name_files
+from moefold.config.part_table import import_part_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
@@ -291,11 +291,11 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         tree["parallel"] = {"mapping": AUTO_MAPPING}
     if path is not None:
         resolve_recipe_paths(tree, path.parent)
-        name_files(tree, path.parent)
+        import_part_files(tree, path.parent)
     recipe = deepcopy(tree)
     folder = Path() if path is None else path.parent
     messages = apply_overrides(tree, overrides, folder)
-    name_files(tree, folder)
+    import_part_files(tree, folder)
     messages += shorten_lr_schedule(tree, recipe, overrides)
     explicit_keys = frozenset(_names_of_keys(tree))
     messages += choose_length(tree, recipe, overrides)

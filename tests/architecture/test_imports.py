@@ -49,7 +49,7 @@ def test_a_transitive_import_of_torch_is_found(tmp_path):
 
 MAX_MODULES_OF_TRAINER = 360
 """Modules of ours that `import moefold.train.trainer` loads: each costs 1.5 ms of CPU time in each rank."""
-UNUSED_BY_MOST_RUNS = ("inference", "planner", "verify", "bench", "train.rollout_loader", "train.callbacks.sites")
+UNUSED_BY_MOST_RUNS = ("inference", "planner", "verify", "bench", "train.rl", "train.sites")
 """Folders and modules that a run imports when its recipe uses them. So are readers of Hugging Face folders."""
 
 

@@ -1,4 +1,4 @@
-"""The plain contestant gives the same numbers as our step: their times could not be compared otherwise."""
+"""The plain implementation gives the same numbers as our step: their times could not be compared otherwise."""
 
 import pytest
 import torch

@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
-from moefold.checkpoint.resume import sample_order
-from moefold.checkpoint.save_load import load_checkpoint, resolve_resume
-from moefold.comm.groups import ParallelGroups
+from moefold.checkpoint.resume import resolve_resume, sample_order
+from moefold.checkpoint.save_load import load_checkpoint
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -63,7 +63,7 @@ def load_error(cfg: Config) -> str:
     """The error of a load on this rank, empty if there is none."""
     training = training_step(cfg)
     try:
-        path = resolve_resume(cfg).path
+        path = resolve_resume(cfg, current_world()).path
         assert path is not None
         load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
     except ConfigError as error:

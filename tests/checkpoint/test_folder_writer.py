@@ -33,10 +33,11 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.folder_writer import WRITER_FILE, tmp_checkpoint_path
+from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.safe_metadata import SafeReader
-from moefold.checkpoint.save_load import load_entries, resolve_resume
+from moefold.checkpoint.save_load import load_entries
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
-from moefold.comm.groups import ParallelGroups, World
+from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import FolderLock, is_in_use
@@ -237,7 +238,7 @@ def _train_for_ever(cfg: Config, number: int, locks: bool, printed: Path) -> Non
             FolderLock(folder, "checkpoint.dir", 0).__enter__()
         saver = _saver(cfg)
         saver.open_folder()
-        found = resolve_resume(cfg).path
+        found = resolve_resume(cfg, current_world()).path
         step = 0 if found is None else step_of(found)
         weights = [torch.zeros(SIZE) for _ in range(TENSORS)]
         if found is not None:

@@ -26,7 +26,9 @@ from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.commit import commit
 from moefold.checkpoint.folder_writer import tmp_checkpoint_path
 from moefold.checkpoint.io_errors import translate_io_errors
-from moefold.checkpoint.save_load import checkpoint_state, resolve_resume, write_checkpoint
+from moefold.checkpoint.resume import resolve_resume
+from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
+from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -150,7 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, f
 
 
 def _resume(cfg: Config) -> tuple[str, tuple[str, ...]]:
-    found = resolve_resume(cfg)
+    found = resolve_resume(cfg, current_world())
     return str(found.path), found.skipped
 
 

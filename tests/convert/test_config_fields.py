@@ -138,9 +138,9 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"attention.qk_norm": {}}, "attention.qk_norm 'given' there, 'none' here"),
-        ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' there, 'softmax' here"),
-        ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' there"),
+        ({"attention.qk_norm": {}}, "attention.qk_norm 'given' in this model, 'none' in the family"),
+        ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' in this model, 'softmax' in the family"),
+        ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' in this model"),
         ({"layers.ffn": "dense, moe"}, "layers"),
         ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],

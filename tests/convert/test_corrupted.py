@@ -361,7 +361,7 @@ def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
     _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     assert main(["import", str(folder), str(tmp_path / "other")]) == 2
-    assert "tensor lm_head.weight should be model.embed_tokens.weight again, and differs" in capsys.readouterr().err
+    assert "tensor lm_head.weight must equal model.embed_tokens.weight, and differs" in capsys.readouterr().err
 
 
 MANIFESTS: dict[str, Callable[[dict], object]] = {

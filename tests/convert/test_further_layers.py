@@ -265,16 +265,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another embedding": (
         lambda f: _edit(f, lambda t: t[EMBEDDING].flatten()[-1:].add_(1)),
-        f"tensor {EMBEDDING} should be model.embed_tokens.weight again, and differs",
+        f"tensor {EMBEDDING} must equal model.embed_tokens.weight, and differs",
     ),
     "another head": (
         lambda f: _edit(f, lambda t: t.update({HEAD: t[HEAD][:-1].clone()})),
-        f"tensor {HEAD} should be lm_head.weight again, and differs",
+        f"tensor {HEAD} must equal lm_head.weight, and differs",
     ),
     "fewer counted": (
         lambda f: _edit_config(f, num_nextn_predict_layers=1),
         "tensor model.layers.4.eh_proj.weight is of multi-token prediction, of which config.json counts "
-        "num_nextn_predict_layers=1; mend that, or import with --without-mtp",
+        "num_nextn_predict_layers=1; correct it, or import with --without-mtp",
     ),
     "none counted": (lambda f: _edit_config(f, num_nextn_predict_layers=0), "counts num_nextn_predict_layers=0"),
     "more counted": (

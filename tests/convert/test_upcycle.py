@@ -361,7 +361,7 @@ def test_a_run_that_an_earlier_version_upcycled_goes_on(dense, tmp_path, monkeyp
         ({"mtp_layers": 1}, ""),
         ({"ffn.moe.router.softmax": "pre"}, "with model.ffn.moe.router.softmax=post it is mixtral"),
         ({"ffn.moe.router.softmax": "pre", "ffn.moe.top_k": 1}, "model.ffn.moe.shared.gate=true it is qwen2_moe"),
-        ({"ffn.moe.bias": True}, "the nearest is mixtral: ffn.moe.bias True there, False here"),
+        ({"ffn.moe.bias": True}, "the nearest is mixtral: ffn.moe.bias True in this model, False in the family"),
     ],
 )
 def test_the_note_names_the_nearest_family(change, note):

@@ -237,7 +237,7 @@ def test_a_plan_knows_the_rank_of_every_layer():
     cfg = _config("E|tt|ttt|tmL", model={"mtp_layers": 1}, world_size=2, pp=2, schedule="zbv", virtual_stages=2)
     plan = plan_stages(cfg)
     assert plan.ranks == (0, 1, 1, 0)
-    assert [stage.number for stage in plan.stages_of_rank(0)] == [0, 3]
+    assert [stage.index for stage in plan.stages_of_rank(0)] == [0, 3]
     assert plan.rank_of_layers(6) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
     assert plan.embedding_ranks == (0, 0)
     looped = plan_stages(replace(cfg, parallel=replace(cfg.parallel, schedule="interleaved")))

@@ -10,7 +10,7 @@ from moefold.data.sample import (
     Sample,
     stack_samples,
 )
-from moefold.data.sampler import IndexRanges, PackedSamples, Split, TokenStream
+from moefold.data.sampler import IndexRanges, PackedSamples, SplitSampler, TokenStream
 
 
 class Stream(TokenStream):
@@ -51,7 +51,7 @@ def test_a_sample_without_marks_is_one_document_that_counts():
 
 
 def test_a_source_without_marks_pays_nothing():
-    batch = Split(PackedSamples(Stream(), 12), IndexRanges((range(5),)), order_key=None).batch(0, 3)
+    batch = SplitSampler(PackedSamples(Stream(), 12), IndexRanges((range(5),)), order_key=None).batch(0, 3)
     assert batch.document_starts() is None
     assert batch.target_weights() is None
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moefold.data.sampler import IndexRanges, PackedSamples, Split, TokenStream, split_samples
+from moefold.data.sampler import IndexRanges, PackedSamples, SplitSampler, TokenStream, split_samples
 from moefold.errors import ConfigError
 
 S = 8
@@ -22,9 +22,9 @@ class CountingStream(TokenStream):
         return np.arange(start, stop, dtype=np.int64)
 
 
-def make_split(num_samples: int = 50, order_key: int | None = 5) -> Split:
+def make_split(num_samples: int = 50, order_key: int | None = 5) -> SplitSampler:
     source = PackedSamples(CountingStream(num_samples * S + 1), S)
-    return Split(source, IndexRanges((range(num_samples),)), order_key=order_key)
+    return SplitSampler(source, IndexRanges((range(num_samples),)), order_key=order_key)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_refuses_a_negative_sample():
 
 
 def test_error_of_an_empty_split_names_the_remedy():
-    empty = Split(PackedSamples(CountingStream(100), S), IndexRanges(()), order_key=None)
+    empty = SplitSampler(PackedSamples(CountingStream(100), S), IndexRanges(()), order_key=None)
     with pytest.raises(ConfigError, match="data.validation_fraction=0 holds no sample out; set it above 0"):
         empty.sample(0)
 
 
 def test_no_token_of_validation_is_in_training():
     source = PackedSamples(CountingStream(1000 * S + 3), S)
-    parts = [Split(source, runs, order_key=9) for runs in split_samples(len(source), 0.1)]
+    parts = [SplitSampler(source, runs, order_key=9) for runs in split_samples(len(source), 0.1)]
     train, held_out = ({int(t) for i in range(len(part)) for t in part.sample(i)} for part in parts)
     assert len(held_out) > 700
     assert not train & held_out

@@ -54,7 +54,7 @@ def test_only_the_samples_of_a_lost_file_are_left_out(tmp_path, changes, lost, p
     kept = [i for i, tokens in enumerate(samples) if not set(tokens // 1000) & set(lost)]
     assert left.num_dropped == len(whole) - len([i for i in kept if i < len(whole)])
     if not kept:
-        with pytest.raises(RunError, match=f"no {NAMES[part]} sample is left"):
+        with pytest.raises(RunError, match=f"every {NAMES[part]} sample belongs to a skipped file"):
             left.next_sample_indices(0, 4)
         return
     taken: list[int] = []
@@ -94,7 +94,7 @@ def test_samples_left_out_for_another_reason_are_stepped_over(tmp_path):
 def test_nothing_left_is_an_error_and_no_endless_search(tmp_path):
     folder = owned(tmp_path / "tokens")
     row = opened(recipe(str(folder)), {f"{folder}/{number}.npy": "gone" for number in range(4)}).train
-    with pytest.raises(RunError, match="no training sample is left"):
+    with pytest.raises(RunError, match="every training sample belongs to a skipped file"):
         row.next_sample_indices(0, 4)
 
 

@@ -33,7 +33,7 @@ class Dropping:
     seq_len = 8
     split_name = "training"
     has_annotations = False
-    filled = 1.0
+    fill_fraction = 1.0
 
     def __init__(self, dropped: set[int]) -> None:
         self.dropped = dropped

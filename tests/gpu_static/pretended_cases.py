@@ -161,4 +161,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zero experts": {"ffn.moe.zero_experts": 2},
     "groups": {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2} | SIGMOID,
 }
-"""Models of the rollout engine."""
+"""Models of the generation engine."""

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.comm.groups import ParallelGroups
 from moefold.data.dataset import open_dataset
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
@@ -69,7 +69,7 @@ def _generated(cfg):
         model = InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device))
         with model.writing_weights():
             init_weights(model.stage, cfg.model, cfg.run.seed)
-        engine = RolloutEngine(model, EngineSettings(slots=1), SamplingParams(temperature=0))
+        engine = GenerationEngine(model, EngineSettings(slots=1), SamplingParams(temperature=0))
         (done,) = engine.generate([Request(prompt=(1, 2, 3), max_tokens=2, eos_ids=frozenset())])
         return done.tokens, decoding_notice(model)
 

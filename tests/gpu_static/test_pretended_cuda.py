@@ -18,7 +18,7 @@ from moefold.comm.host_copy import HostCopy, copy_to_device, copy_together_to_de
 from moefold.comm.private_torch import cuda_flash_attention_reads_pages
 from moefold.config.cache_pages import CUDA_PAGE_POSITIONS
 from moefold.inference.engine.draw import Draw, choose_tokens
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
@@ -93,7 +93,7 @@ def _generated(cfg, device_type, cache, *, records_routing):
         ]
         settings = EngineSettings(slots=2, pass_tokens=16, cache=cache)
         params = SamplingParams(temperature=0.7, top_k=5, seed=1)
-        engine = RolloutEngine(model, settings, params, records_routing=records_routing)
+        engine = GenerationEngine(model, settings, params, records_routing=records_routing)
         return [
             (done.tokens, None if done.expert_ids is None else done.expert_ids.tolist())
             for done in engine.generate(requests)
@@ -127,7 +127,7 @@ def _transfers(cfg, generations=1):
     ]  # fmt: skip
     with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
         model = parallelize(cfg, ParallelGroups.create(check_config(cfg), device))
-        engine = RolloutEngine(model, EngineSettings(slots=3, pass_tokens=16), kinds[0])
+        engine = GenerationEngine(model, EngineSettings(slots=3, pass_tokens=16), kinds[0])
         for _ in range(generations):
             with engine.open(8) as generation, recorded_transfers() as found:
                 for number, request in enumerate(requests):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize
@@ -25,7 +25,7 @@ def run_generation(path: Path, mapping: dict[str, int], sampling: SamplingParams
         Request(prompt=tuple(prompt), prompt_number=i, max_tokens=NEW_TOKENS, eos_ids=frozenset({eos}))
         for i, prompt in enumerate(PROMPTS)
     ]
-    return RolloutEngine(model, EngineSettings(cache_gib=0), sampling).generate(requests)
+    return GenerationEngine(model, EngineSettings(cache_gib=0), sampling).generate(requests)
 
 
 def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.model.linear import UnquantizedLinear
@@ -184,7 +184,7 @@ def packed_log_probs(model: ParallelModel, rows: list[tuple[int, ...]]) -> list[
 def compare(cfg: Config, settings: EngineSettings, sampling: SamplingParams = SAMPLING) -> tuple[float, float, int]:
     """(share of bit-equal log-probabilities, largest difference in nats, tokens) of sampling against training."""
     model = build(cfg)
-    completions = RolloutEngine(model, settings, sampling).generate(REQUESTS)
+    completions = GenerationEngine(model, settings, sampling).generate(REQUESTS)
     rows = [request.prompt + completion.tokens for request, completion in zip(REQUESTS, completions, strict=True)]
     trained = training_log_probs(model, rows, sampling.temperature)
     sampled = torch.cat([torch.tensor(completion.log_probs) for completion in completions])
@@ -251,7 +251,7 @@ def sample_and_train(cfg: Config) -> dict[int, tuple[torch.Tensor, torch.Tensor 
     count = len(REQUESTS) // num_ranks
     numbers = list(range(dp * count, (dp + 1) * count))
     requests = [REQUESTS[number] for number in numbers]
-    completions = RolloutEngine(model, SETTINGS["pieces"], SAMPLING).generate(requests)
+    completions = GenerationEngine(model, SETTINGS["pieces"], SAMPLING).generate(requests)
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
     loss = KeepLogProbs(SAMPLING.temperature)
     model.train()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from tests.inference.example import opened
@@ -20,7 +20,7 @@ WITHIN = 2e-5
 
 def continue_greedily(folder):
     model = opened(folder, "generate", {}, 80, 2).model
-    engine = RolloutEngine(model, EngineSettings(cache_gib=0), SamplingParams(temperature=0.0))
+    engine = GenerationEngine(model, EngineSettings(cache_gib=0), SamplingParams(temperature=0.0))
     return engine.generate([Request(prompt=tuple(prompt), max_tokens=TOKENS) for prompt in PROMPTS])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from moefold.cli.main import main
 from moefold.errors import ConfigError
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import evaluate
@@ -26,7 +26,7 @@ PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
 def evaluate_and_continue(folder: Path, mapping: dict[str, int]) -> tuple[float, list[list[int]]]:
     """(mean loss, greedy tokens) of one rank."""
     found = evaluate(opened(folder, "evaluate", mapping, 16, 2), TokenDataset(row_of_ids(64), 16, False))
-    engine = RolloutEngine(
+    engine = GenerationEngine(
         opened(folder, "generate", mapping, 24, 1).model, EngineSettings(cache_gib=0), SamplingParams(temperature=0.0)
     )
     completions = engine.generate([Request(prompt=tuple(prompt), max_tokens=8) for prompt in PROMPTS])

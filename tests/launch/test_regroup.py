@@ -10,7 +10,7 @@ from torch.distributed import DistStoreError
 
 from moefold.errors import RunError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.regroup import LostRankError, NoRankLostError, RankGeneration, Regroup, lost_ranks, report_lost
+from moefold.launch.regroup import LostRankError, NoRankLostError, RankMembership, Regroup, lost_ranks, report_lost
 from moefold.launch.rendezvous import HOST, loopback_store
 
 ALL = 4
@@ -65,7 +65,7 @@ def job() -> Iterator[Job]:
 def test_survivors_agree_on_members_and_spares(job: Job) -> None:
     report_lost(job.store, 1)
     found = job.all_arrive([0, 2, 3], 2)
-    assert found == [RankGeneration(1, (0, 2), (3,), (1,), (0, 2, 3))] * 3
+    assert found == [RankMembership(1, (0, 2), (3,), (1,), (0, 2, 3))] * 3
     assert [job.ranks[rank].is_spare for rank in (0, 2, 3)] == [False, False, True]
     assert job.ranks[2].rank == 1
 
@@ -79,7 +79,7 @@ def test_a_spare_takes_the_place_of_a_member(job: Job) -> None:
     job.gone.append(0)
     member = job.pool.submit(job.arrive, 2, 2)
     assert spare.result() is None
-    assert job.arrive(3, 2) == member.result() == RankGeneration(2, (2, 3), (), (0,), (2, 3))
+    assert job.arrive(3, 2) == member.result() == RankMembership(2, (2, 3), (), (0,), (2, 3))
     assert lost_ranks(job.store) == {0, 1}
 
 
@@ -102,7 +102,7 @@ def test_a_rank_lost_while_it_regroups_is_not_a_member(job: Job) -> None:
     early = [job.pool.submit(job.arrive, rank, 2) for rank in (0, 2)]
     report_lost(job.store, 0)
     report_lost(job.store, 0)
-    assert job.arrive(3, 2) == early[1].result() == RankGeneration(1, (2, 3), (), (0, 1), (2, 3))
+    assert job.arrive(3, 2) == early[1].result() == RankMembership(1, (2, 3), (), (0, 1), (2, 3))
     assert "went on without it" in str(early[0].result())
 
 
@@ -126,7 +126,7 @@ def test_a_silent_rank_counts_as_lost(job: Job) -> None:
     early = job.pool.submit(job.arrive, 2, 2)
     job.be_impatient(0)
     found = job.arrive(0, 2)
-    assert found == early.result() == RankGeneration(1, (0, 2), (), (1, 3), (0, 2))
+    assert found == early.result() == RankMembership(1, (0, 2), (), (1, 3), (0, 2))
     assert job.killed == [3]
     assert "went on without it" in str(job.arrive(3, 2))
 
@@ -134,14 +134,14 @@ def test_a_silent_rank_counts_as_lost(job: Job) -> None:
 def test_the_ranks_of_a_lost_machine_are_missed_by_the_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moefold.launch.regroup.LOSS_WAIT_S", 0.0)
     job.find_silent = lambda: [1, 2]
-    assert job.all_arrive([0, 3], 2) == [RankGeneration(1, (0, 3), (), (1, 2), (0, 3))] * 2
+    assert job.all_arrive([0, 3], 2) == [RankMembership(1, (0, 3), (), (1, 2), (0, 3))] * 2
     assert job.killed == []
 
 
 def test_another_survivor_records_the_ranks_of_a_lost_machine_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moefold.launch.regroup.LOSS_WAIT_S", 0.0)
     job.find_silent = lambda: report_lost(job.store, 1) or report_lost(job.store, 2) or []
-    assert job.all_arrive([0, 3], 2) == [RankGeneration(1, (0, 3), (), (1, 2), (0, 3))] * 2
+    assert job.all_arrive([0, 3], 2) == [RankMembership(1, (0, 3), (), (1, 2), (0, 3))] * 2
 
 
 def test_too_few_survivors_get_the_message(job: Job) -> None:

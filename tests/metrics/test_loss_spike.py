@@ -1,4 +1,4 @@
-from moefold.train.callbacks.sites import LossSpike
+from moefold.train.sites.callbacks import LossSpike
 
 
 def test_spike_is_the_change_of_the_mean_loss_by_a_round():

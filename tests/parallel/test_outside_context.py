@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.cli.plan_outputs import describe_attention
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
-from moefold.config.groups.context import ContextPart, RoundPlan
+from moefold.config.groups.context import ContextPart, MicroBatchSetPlan
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -66,14 +66,14 @@ def test_outside_context_parallelism_equals_one_rank(pool: WorkerPool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BalancingContext(GatheringContext):
-    """Attention that the runtime plans, of documents that all ranks of a round share."""
+    """Attention that the runtime plans, of documents that all ranks of a micro-batch set share."""
 
     kind: ClassVar[str] = "balancing"
     splits_in_chunks: ClassVar[bool] = True
 
     @property
-    def plan(self) -> RoundPlan:
-        return RoundPlan(placement="balanced")
+    def plan(self) -> MicroBatchSetPlan:
+        return MicroBatchSetPlan(placement="balanced")
 
 
 def test_a_planning_context_moves_tokens_as_the_built_in_kind_does(pool: WorkerPool) -> None:

@@ -15,7 +15,7 @@ from moefold.parallel.planned_attention import AttentionPlanner, PlanAttention, 
 from moefold.planner.cost_model.attention_load import exchange_bytes
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.layout import fold
-from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
+from moefold.topology.token_placement import MicroBatchSetShape, Placement, document_bounds, place_tokens
 from tests.model.attention_reference import (
     random_attention,
     random_sinks,
@@ -23,10 +23,10 @@ from tests.model.attention_reference import (
     relative_errors,
     with_gradients,
 )
-from tests.topology.rounds import any_placement
+from tests.topology.micro_batch_sets import any_placement
 
 SIZES = {"world_size": 4, "cp": 2}
-SHAPE = RoundShape(dp=2, cp=2, micro_batch_size=2, seq_len=24)
+SHAPE = MicroBatchSetShape(dp=2, cp=2, micro_batch_size=2, seq_len=24)
 DOCUMENTS = (
     document_bounds(SHAPE, [[0, 1, 9], [0], [0, 12, 13, 14, 20], [0, 23]]),
     document_bounds(SHAPE, [[0, 4, 8, 12, 16, 20]] * 3 + [[0]]),
@@ -35,7 +35,7 @@ HEADS = (4, 2, 5)
 
 
 @dataclass(frozen=True)
-class Round:
+class MicroBatchSet:
     """A placement, how it is planned, and a sliding window."""
 
     placement: Placement
@@ -43,23 +43,25 @@ class Round:
     window: int = 0
 
 
-def _rounds() -> list[Round]:
+def _sets() -> list[MicroBatchSet]:
     """Placements of all kinds, and random ones, with hosts at home and balanced."""
     found = []
     for i, bounds_N in enumerate(DOCUMENTS):
         for kind in ("samples", "documents", "balanced"):
-            placement = place(kind, SHAPE, bounds_N, 1 + i)
+            placement = place_tokens(kind, SHAPE, bounds_N, 1 + i)
             found.append(
-                Round(placement, partial(plan_attention, tolerance=None if kind == "balanced" else 0.0, block=2))
+                MicroBatchSet(
+                    placement, partial(plan_attention, tolerance=None if kind == "balanced" else 0.0, block=2)
+                )
             )
         for seed in range(3):
             plan = partial(plan_attention, tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
-            found.append(Round(any_placement(SHAPE, bounds_N, seed + i), plan, window=(0, 5, 1)[seed]))
+            found.append(MicroBatchSet(any_placement(SHAPE, bounds_N, seed + i), plan, window=(0, 5, 1)[seed]))
     return found
 
 
 def _columns() -> list[torch.Tensor]:
-    """[grad_out, q, k, v] of all tokens of the round, by their numbers, [tokens, 1, heads, D]."""
+    """[grad_out, q, k, v] of all tokens of the micro-batch set, by their numbers, [tokens, 1, heads, D]."""
     given = random_attention(0, SHAPE.seq_len, SHAPE.num_samples, HEADS)
     return [x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in given]
 
@@ -77,12 +79,12 @@ class _CountedAllToAll:
         return self._all_to_all(x, group, input_splits, output_splits)
 
 
-def _attend(rounds: list[Round], order: str = "pp-dp-cp-tp") -> list[tuple]:
-    """For each round: the tokens of this rank, [out, dq, dk, dv, dsinks] of them, and its sent values."""
+def _attend(sets: list[MicroBatchSet], order: str = "pp-dp-cp-tp") -> list[tuple]:
+    """For each micro-batch set: the tokens of this rank, [out, dq, dk, dv, dsinks] of them, and its sent values."""
     groups = ParallelGroups.create(fold(**SIZES, order=order), torch.device("cpu"))
     number = groups.attn.dp.rank * SHAPE.cp + groups.attn.cp.rank
     results = []
-    for each in rounds:
+    for each in sets:
         tokens = each.placement.slots(number)
         bounds = DocumentBounds(((0,),), each.placement)
         documents = PackedDocuments(bounds, torch.zeros(len(tokens), 1, dtype=torch.int64))
@@ -99,8 +101,8 @@ def _attend(rounds: list[Round], order: str = "pp-dp-cp-tp") -> list[tuple]:
     return results
 
 
-def _expected(each: Round) -> list[torch.Tensor]:
-    """[out, dq, dk, dv, dsinks] of all tokens of the round by the definition."""
+def _expected(each: MicroBatchSet) -> list[torch.Tensor]:
+    """[out, dq, dk, dv, dsinks] of all tokens of the micro-batch set by the definition."""
     bounds_N = each.placement.bounds_N
     given = random_attention(0, SHAPE.seq_len, SHAPE.num_samples, HEADS)
     numbers = np.arange(SHAPE.num_tokens)
@@ -125,10 +127,10 @@ def _assemble(ranks: list[tuple]) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def attended(pool) -> list[tuple[Round, list[tuple]]]:
-    """Every round with the results of its ranks."""
-    rounds = _rounds()
-    return list(zip(rounds, map(list, zip(*pool.run(4, _attend, rounds), strict=True)), strict=True))
+def attended(pool) -> list[tuple[MicroBatchSet, list[tuple]]]:
+    """Every micro-batch set with the results of its ranks."""
+    sets = _sets()
+    return list(zip(sets, map(list, zip(*pool.run(4, _attend, sets), strict=True)), strict=True))
 
 
 def test_the_result_does_not_depend_on_the_placement(attended):
@@ -137,7 +139,7 @@ def test_the_result_does_not_depend_on_the_placement(attended):
 
 
 def test_members_of_a_group_need_not_be_in_the_order_of_the_axes(pool):
-    each = _rounds()[-1]
+    each = _sets()[-1]
     ranks = [results[0] for results in pool.run(4, _attend, [each], "pp-cp-dp-tp")]
     assert max(relative_errors(_assemble(ranks), _expected(each))) < 1e-12
 
@@ -179,7 +181,7 @@ def test_gradients_of_keys_are_sent_in_float32(pool):
     assert sum(pool.run(4, _sent_in_bfloat16)) == expected
 
 
-def _attend_with_a_wrong_row(rounds: list[Round]) -> list[tuple]:
+def _attend_with_a_wrong_row(sets: list[MicroBatchSet]) -> list[tuple]:
     """The same, but a rank sends its last row instead of the first."""
     build = planned_attention.RowTransfer.__init__
 
@@ -188,10 +190,10 @@ def _attend_with_a_wrong_row(rounds: list[Round]) -> list[tuple]:
         self._sent_rows[:1] = self._sent_rows[-1:]
 
     with mock.patch.object(planned_attention.RowTransfer, "__init__", build_wrong):
-        return _attend(rounds)
+        return _attend(sets)
 
 
-def _attend_without_sums(rounds: list[Round]) -> list[tuple]:
+def _attend_without_sums(sets: list[MicroBatchSet]) -> list[tuple]:
     """The same, but gradients that ranks return replace a rank's own instead of being added."""
 
     def scatter(self, x):
@@ -205,15 +207,15 @@ def _attend_without_sums(rounds: list[Round]) -> list[tuple]:
         return total
 
     with mock.patch.object(planned_attention.RowTransfer, "scatter_sum", scatter):
-        return _attend(rounds)
+        return _attend(sets)
 
 
 @pytest.mark.parametrize(
     ("attend", "wrong"), [(_attend_with_a_wrong_row, (0, 1, 2, 3)), (_attend_without_sums, (2, 3))]
 )
 def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
-    each = Round(place("samples", SHAPE, DOCUMENTS[0]), plan_attention)
-    ranks = [rounds[0] for rounds in pool.run(4, attend, [each])]
+    each = MicroBatchSet(place_tokens("samples", SHAPE, DOCUMENTS[0]), plan_attention)
+    ranks = [sets[0] for sets in pool.run(4, attend, [each])]
     errors = relative_errors(_assemble(ranks), _expected(each))
     assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors
 
@@ -221,7 +223,7 @@ def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
 def _nodes(order: str) -> tuple[int, ...] | None:
     groups = ParallelGroups.create(fold(**SIZES, order=order), torch.device("cpu"))
     with mock.patch("socket.gethostname", return_value=f"host{groups.rank // 2}"):
-        return planned_attention.nodes_of_round(groups)
+        return planned_attention.nodes_of_set(groups)
 
 
 def test_ranks_know_which_of_them_share_a_machine(pool):

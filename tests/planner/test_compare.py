@@ -7,7 +7,7 @@ import pytest
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.compare import REASONS, compare_by_seq_len
-from moefold.planner.cost_model.step import TIME_PARTS
+from moefold.planner.cost_model.step import TIME_CATEGORIES
 from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.planner import Planner, PlanRequest, read_model
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, MappingConstraints, Restriction
@@ -49,7 +49,7 @@ def test_the_figures_equal_separate_plans(fixed):
         assert plan.memory.total == pytest.approx(alone.memory.total, rel=1e-12)
     assert found.gain == pytest.approx(found.coupled.time.total_s / found.folded.time.total_s - 1)
     assert found.gain_within_dp >= found.gain >= 0
-    assert set(found.saved_s) == set(TIME_PARTS)
+    assert set(found.saved_s) == set(TIME_CATEGORIES)
     assert sum(found.saved_s.values()) == pytest.approx(found.coupled.time.total_s - found.folded.time.total_s)
 
 

@@ -100,7 +100,7 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1, etp=1, tp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
-    assert 0 < len(few.workload.attention.known_rounds) < len(asked.workload.attention.known_rounds) / 2
+    assert 0 < len(few.workload.attention.known_sets) < len(asked.workload.attention.known_sets) / 2
 
 
 def test_the_recipes_own_strategy_wins_ties():

@@ -64,7 +64,7 @@ def distca_speedup(name: str, pp: int = 1) -> list[float]:
 def idle(strategy: ContextPart, dp: int) -> float:
     """Per cent of the attention time that a rank waits."""
     loads = DocumentLoads(drawn("wlb"), 512 * K, strategy)
-    return 100 * (1 - 1 / loads.rounds(1, dp, 1).max_over_mean)
+    return 100 * (1 - 1 / loads.sets(1, dp, 1).max_over_mean)
 
 
 def exchange_pct(cp: int) -> float:
@@ -78,7 +78,7 @@ def exchange_pct(cp: int) -> float:
 def moved_bytes(tolerance: float) -> float:
     """Bytes for a token and layer: queries there and outputs back (4,096 values each), keys and values (1,024 each)."""
     strategy = make_part("context", "planned", hosts="balanced", tolerance=tolerance)
-    found = DocumentLoads(drawn("wlb"), 128 * K, strategy).rounds(1, 8, 1)
+    found = DocumentLoads(drawn("wlb"), 128 * K, strategy).sets(1, 8, 1)
     return 2 * (2 * 4096 * found.moved_queries + 2 * 1024 * found.received_keys)
 
 

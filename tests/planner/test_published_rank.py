@@ -26,7 +26,7 @@ from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
 from moefold.planner.search.memory_filter import MemoryFilter
-from moefold.planner.search.search import MappingGroup, MicroBatchChoice, Search
+from moefold.planner.search.search import MicroBatchChoice, Search, SearchTarget
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
 from moefold.validate.config import check_config
 
@@ -108,7 +108,7 @@ def test_a_published_mapping_is_among_the_best_tenth(name):
     found = predict(case)
     search = search_of(case, found.workload)
     seconds = search.cost_model.step_time(found.mapping).total_s
-    ((best,),) = search.find([MappingGroup()])
+    ((best,),) = search.find([SearchTarget()])
     fitting = [m for m in some_mappings(search.space, SAMPLE) if search.memory_model.estimate(m).fits]
     ahead = sum(search.cost_model.step_time(m).total_s < seconds for m in fitting) / len(fitting)
     place = f"{1 + len(search.plans_below(seconds))} of {len(search.space.folds)}"

@@ -16,10 +16,10 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_registry import find_part
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import config_to_dict
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
-from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.imports import imports_torch

@@ -320,11 +320,11 @@ OLD_NAMES = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.parts.dispatcher.alltoall.part import AllToAll
+from moefold.parts.dispatcher.alltoall.part import AllToAllDispatcherPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Old(AllToAll):
+class Old(AllToAllDispatcherPart):
     interface: ClassVar[int] = 1
 
     def room(self, sizes):

@@ -142,10 +142,10 @@ def test_several_functions_are_summed_with_their_weights_where_they_apply(module
     with _reward(cfg) as reward:
         (scores,) = reward.score([PROMPT], [["yes", "no", "x"]], [[[1]] * 3])
     assert scores.total.tolist() == [2.0, -1.0, -0.5]
-    assert list(scores.parts) == ["exact", "length", "dies"]
-    assert np.array_equal(scores.parts["exact"], [1, 0, 0])
-    assert np.array_equal(scores.parts["length"], [np.nan, 2, 1], equal_nan=True)
-    groups = [RolloutGroup(PROMPT, (rollout_of("yes"),) * 3, scores.total, scores.total, scores.parts)]
+    assert list(scores.by_function) == ["exact", "length", "dies"]
+    assert np.array_equal(scores.by_function["exact"], [1, 0, 0])
+    assert np.array_equal(scores.by_function["length"], [np.nan, 2, 1], equal_nan=True)
+    groups = [RolloutGroup(PROMPT, (rollout_of("yes"),) * 3, scores.total, scores.total, scores.by_function)]
     metrics = RoundStatistics().add(groups, 1.0, 1.0).metrics(groups)
     assert metrics["rewards"] == {"exact": pytest.approx(1 / 3), "length": 1.5, "dies": None}
     assert metrics["reward"] == pytest.approx(0.5 / 3)
@@ -167,7 +167,7 @@ def test_one_of_several_functions_that_fails_leaves_the_prompt_out(module):
     with _reward(cfg) as reward:
         first, second = reward.score([PROMPT, PROMPT], [["yes"], ["no"]], [[[1]]] * 2)
         assert [failed.function for failed in reward.take_failures()] == [f"{module}:raises"] * 2
-    assert np.isnan([first.total, second.total, *first.parts.values()]).all()
+    assert np.isnan([first.total, second.total, *first.by_function.values()]).all()
 
 
 def test_functions_of_one_name_in_two_files_keep_their_files_in_metrics():

@@ -56,7 +56,7 @@ def group_of(number: int, rng: np.random.Generator) -> RolloutGroup:
 def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[str, ...] = ()) -> Round:
     rng = np.random.default_rng(seed)
     groups = [group_of(number, rng) for number in prompts]
-    groups = [replace(one, parts={name: rng.normal(size=GROUP_SIZE) for name in functions}) for one in groups]
+    groups = [replace(one, by_function={name: rng.normal(size=GROUP_SIZE) for name in functions}) for one in groups]
     statistics = RoundStatistics().add(groups, 1.0, 2.0)
     return make_round(groups, version=version, prompts=prompts, statistics=statistics)
 
@@ -123,8 +123,8 @@ def test_a_checkpoint_has_every_row(sizes, seed):
             assert left.prompt == right.prompt
             assert np.array_equal(left.scores, right.scores, equal_nan=True)
             assert np.array_equal(left.rewards, right.rewards, equal_nan=True)
-            assert left.parts.keys() == right.parts.keys()
-            assert all(np.array_equal(left.parts[name], right.parts[name]) for name in left.parts)
+            assert left.by_function.keys() == right.by_function.keys()
+            assert all(np.array_equal(left.by_function[name], right.by_function[name]) for name in left.by_function)
             for one, other in zip(left.rollouts, right.rollouts, strict=True):
                 assert (one.prompt_number, one.sample_number) == (other.prompt_number, other.sample_number)
                 assert one.finish_reason == other.finish_reason

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.topology.attention_plan import plan_attention
-from moefold.topology.token_placement import Integers, RoundShape, document_bounds, place
-from tests.topology.rounds import documents_of, has_each_token_once, max_over_mean, placements, tasks_of
+from moefold.topology.token_placement import Integers, MicroBatchSetShape, document_bounds, place_tokens
+from tests.topology.micro_batch_sets import documents_of, has_each_token_once, max_over_mean, placements, tasks_of
 
 WINDOWS = st.sampled_from((0, 0, 1, 3, 5))
 TOLERANCES = st.sampled_from((None, 0.0, 0.1, 0.5))
@@ -114,9 +114,9 @@ def test_the_busiest_rank_has_one_block_more_than_its_share(placement, window, t
 
 @pytest.mark.parametrize("starts", [[0, 1, 3, 7], [0], [0, 5, 6], [0, 2, 4, 6, 8, 10]])
 def test_no_assignment_of_blocks_is_better_by_more_than_a_block(starts):
-    shape = RoundShape(cp=3, seq_len=12)
+    shape = MicroBatchSetShape(cp=3, seq_len=12)
     block = 2
-    plan = plan_attention(place("samples", shape, document_bounds(shape, [starts])), tolerance=0.0, block=block)
+    plan = plan_attention(place_tokens("samples", shape, document_bounds(shape, [starts])), tolerance=0.0, block=block)
     stops = [*starts[1:], shape.seq_len]
     blocks = [
         sum(range(row + 1, min(row + block, stop - start) + 1))
@@ -131,13 +131,13 @@ def test_no_assignment_of_blocks_is_better_by_more_than_a_block(starts):
 
 
 def test_work_moves_only_where_ranks_differ():
-    shape = RoundShape(dp=2, cp=2, seq_len=64)
-    equal = place("samples", shape, document_bounds(shape, [[0], [0]]))
+    shape = MicroBatchSetShape(dp=2, cp=2, seq_len=64)
+    equal = place_tokens("samples", shape, document_bounds(shape, [[0], [0]]))
     home = plan_attention(equal)
     assert tasks_of(plan_attention(equal, tolerance=0.0, block=4)) == tasks_of(home)
     assert home.exchange().queries.num_rows == 0
     # A whole sample as one document against a sample of documents of 4 tokens.
-    unequal = place("samples", shape, document_bounds(shape, [[0], list(range(0, 64, 4))]))
+    unequal = place_tokens("samples", shape, document_bounds(shape, [[0], list(range(0, 64, 4))]))
     plan = plan_attention(unequal, tolerance=0.1, block=4)
     assert max_over_mean(plan_attention(unequal)) > 1.8
     assert max_over_mean(plan) < 1.25
@@ -148,9 +148,9 @@ def test_work_moves_only_where_ranks_differ():
 
 
 def test_rows_prefer_a_rank_of_their_node():
-    shape = RoundShape(dp=4, cp=1, seq_len=64)
+    shape = MicroBatchSetShape(dp=4, cp=1, seq_len=64)
     short = list(range(0, 64, 4))
-    placement = place("samples", shape, document_bounds(shape, [[0], short, short, short]))
+    placement = place_tokens("samples", shape, document_bounds(shape, [[0], short, short, short]))
     moved = {}
     for name, nodes in {"none": None, "pairs": [0, 1, 1, 0]}.items():
         plan = plan_attention(placement, tolerance=1.0, block=4, nodes=nodes)
@@ -161,17 +161,17 @@ def test_rows_prefer_a_rank_of_their_node():
 
 
 def test_attention_of_documents_sends_less_than_an_all_gather():
-    shape = RoundShape(dp=1, cp=4, seq_len=256)
+    shape = MicroBatchSetShape(dp=1, cp=4, seq_len=256)
     bounds_N = document_bounds(shape, [[0, 10, 100, 120, 180]])
     all_gathered = 3 * shape.seq_len
     for kind in ("samples", "documents"):
-        assert plan_attention(place(kind, shape, bounds_N)).exchange().keys.num_rows < all_gathered
+        assert plan_attention(place_tokens(kind, shape, bounds_N)).exchange().keys.num_rows < all_gathered
 
 
 @pytest.fixture(scope="module")
-def large_round() -> tuple[RoundShape, Integers]:
+def large_set() -> tuple[MicroBatchSetShape, Integers]:
     """10,000 documents in samples of 131,072 tokens over 1,024 ranks, with the lengths of FlexSP's Wikipedia."""
-    shape = RoundShape(dp=128, cp=8, seq_len=131072)
+    shape = MicroBatchSetShape(dp=128, cp=8, seq_len=131072)
     rng = np.random.default_rng(0)
     starts = []
     for _ in range(shape.num_samples):
@@ -181,10 +181,10 @@ def large_round() -> tuple[RoundShape, Integers]:
 
 
 @pytest.mark.parametrize("kind", ["samples", "documents", "balanced"])
-def test_a_plan_of_a_thousand_ranks_is_balanced_and_small(large_round, kind):
-    shape, bounds_N = large_round
+def test_a_plan_of_a_thousand_ranks_is_balanced_and_small(large_set, kind):
+    shape, bounds_N = large_set
     assert len(bounds_N) > 10_000
-    placement = place(kind, shape, bounds_N, 128)
+    placement = place_tokens(kind, shape, bounds_N, 128)
     assert has_each_token_once(placement)
     home = plan_attention(placement)
     plan = plan_attention(placement, tolerance=0.02)

@@ -29,7 +29,7 @@ def _words(cfg, rank=0):
             cfg.model,
             cfg.parallel,
             cfg.train,
-            {s.number: s for s in plan_stages(cfg).stages_of_rank(rank)},
+            {s.index: s for s in plan_stages(cfg).stages_of_rank(rank)},
             rows[rank],
         )
     ]
@@ -64,7 +64,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
     assert list(validate_collective_order(cfg)) == []
     rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
-    stages = [{s.number: s for s in plan_stages(cfg).stages_of_rank(rank)} for rank in range(2)]
+    stages = [{s.index: s for s in plan_stages(cfg).stages_of_rank(rank)} for rank in range(2)]
     first, last = (
         collective_sequence(cfg.model, cfg.parallel, cfg.train, stages[rank], rows[rank]) for rank in range(2)
     )

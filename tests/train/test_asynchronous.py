@@ -28,8 +28,8 @@ from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
 from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.remote_rollouts import SamplingWorker
-from moefold.train.rollout_loader import RolloutLoader
+from moefold.train.rl.remote_rollouts import SamplingWorker
+from moefold.train.rl.rollout_loader import RolloutLoader
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

@@ -9,7 +9,7 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.attention_plan import plan_attention
-from moefold.topology.token_placement import RoundShape, document_bounds, place
+from moefold.topology.token_placement import MicroBatchSetShape, document_bounds, place_tokens
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
@@ -43,12 +43,12 @@ def test_metrics_equal_the_plans(pool):
     metrics = ranks[0][0]
     max_over_mean, moved_rows, sent_bytes = metrics
     assert all(rank[0] == metrics for rank in ranks)
-    shape = RoundShape(dp=2, cp=2, micro_batch_size=2, seq_len=16)
+    shape = MicroBatchSetShape(dp=2, cp=2, micro_batch_size=2, seq_len=16)
     busiest, mean, moved, num_bytes = 0, 0.0, 0, 0
     # The samples of both data-parallel ranks, in two rounds.
     for of_first, of_second in zip(ranks[0][1], ranks[2][1], strict=True):
         plan = plan_attention(
-            place("samples", shape, document_bounds(shape, [*of_first, *of_second])), tolerance=0.0, block=1
+            place_tokens("samples", shape, document_bounds(shape, [*of_first, *of_second])), tolerance=0.0, block=1
         )
         busiest += int(plan.pairs_of_ranks.max())
         mean += plan.pairs_of_ranks.mean()

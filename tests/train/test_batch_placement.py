@@ -8,7 +8,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.ops.documents import DocumentBounds
 from moefold.topology.layout import fold
-from moefold.train.batch_placement import RoundPlacer
+from moefold.train.batch_placement import MicroBatchSetPlacer
 from tests.slow import slow
 from tests.verify.recipes import tiny
 
@@ -50,7 +50,7 @@ def _move(cfg: Config) -> tuple[dict[str, np.ndarray], int]:
     }
     starts = mine["document_starts"]
     bounds = [DocumentBounds.of_positions(starts[i : i + B]) for i in range(0, per_rank, B)]
-    columns, placed = RoundPlacer(cfg.parallel, cfg.train, groups).move_tokens(mine, bounds)
+    columns, placed = MicroBatchSetPlacer(cfg.parallel, cfg.train, groups).move_tokens(mine, bounds)
     assert len(placed) == len(bounds)
     return columns, dp.rank
 
@@ -74,7 +74,7 @@ def test_every_token_has_one_slot_and_its_own_columns(pool, placement, dp, cp):
             assert columns[name].dtype == values.dtype
             assert (columns[name] == (values[sample, position] if expected is None else expected)).all()
         for number, rows in enumerate(np.split(sample, 2)):
-            # Round j has the j-th micro-batch of each data-parallel rank.
+            # Micro-batch set j has the j-th micro-batch of each data-parallel rank.
             assert set((rows // B).flat) <= {number + 2 * rank for rank in range(dp)}
         if placement == "documents":
             assert set((sample // (2 * B)).flat) == {dp_rank}

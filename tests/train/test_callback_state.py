@@ -23,7 +23,7 @@ from moefold.errors import ConfigError
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
-from moefold.train.worker import ProgramParts
+from moefold.train.worker import ProgramHooks
 from moefold.validate.config import check_config
 from tests.train.tiny_runs import recipe
 
@@ -263,9 +263,9 @@ def test_a_callback_that_fails_is_named_and_its_own_words_are_kept():
 
 def test_callbacks_of_one_name_and_half_a_state_are_refused_before_ranks_start():
     with pytest.raises(ConfigError, match="two callbacks have their state under the name 'Losses'; give one a state_n"):
-        ProgramParts(callbacks=[Losses(), OtherLosses()])
+        ProgramHooks(callbacks=[Losses(), OtherLosses()])
     with pytest.raises(ConfigError, match="the callback SavesAlone overrides one of state_dict and load_state_dict"):
-        ProgramParts(callbacks=[SavesAlone()])
+        ProgramHooks(callbacks=[SavesAlone()])
 
 
 class _Owner:

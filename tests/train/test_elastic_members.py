@@ -4,7 +4,7 @@ import pytest
 
 from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotLayout
 from moefold.launch.regroup import CannotChooseError
-from moefold.train.elastic import MemberChoice, choose, snapshot_facts
+from moefold.train.elastic import MemberChoice, choose_survivors, snapshot_facts
 
 FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 
@@ -23,32 +23,32 @@ def facts_of(*survivors: PeerSnapshots | None) -> dict[int, object]:
 
 
 def test_without_snapshots_the_first_survivors_load_a_checkpoint():
-    assert choose(facts_of(None, None, None), 2, None) == MemberChoice((10, 11), 0, None)
+    assert choose_survivors(facts_of(None, None, None), 2, None) == MemberChoice((10, 11), 0, None)
 
 
 def test_newest_step_that_all_hold():
     survivors = [snapshots(rank, 7, 8 if rank else 6) for rank in (0, 1, 3)]
-    assert choose(facts_of(*survivors), 3, survivors[0]) == MemberChoice((10, 11, 12), 1, 7)
+    assert choose_survivors(facts_of(*survivors), 3, survivors[0]) == MemberChoice((10, 11, 12), 1, 7)
 
 
 def test_a_survivor_with_the_only_copy_of_a_shard_stays():
     # Rank 3's peer, 0, is lost; rank 2 has a copy on 3.
     survivors = [snapshots(rank, 8) for rank in (1, 2, 3)]
-    assert choose(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 12), 1, 8)
+    assert choose_survivors(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 12), 1, 8)
 
 
 def test_shards_lost_with_their_peer_need_a_checkpoint():
     survivors = [snapshots(rank, 8) for rank in (2, 3)]
-    assert choose(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 11), 1, None)
+    assert choose_survivors(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 11), 1, None)
 
 
 def test_spares_fill_the_places_and_cannot_choose():
     spare = snapshots(0, generation=0)
     spare.rank = spare.layout = None
     survivors = [spare, *(snapshots(rank, 8) for rank in (1, 2, 3))]
-    assert choose(facts_of(*survivors), 4, survivors[1]) == MemberChoice((10, 11, 12, 13), 1, 8)
+    assert choose_survivors(facts_of(*survivors), 4, survivors[1]) == MemberChoice((10, 11, 12, 13), 1, 8)
     with pytest.raises(CannotChooseError):
-        choose(facts_of(*survivors), 4, spare)
+        choose_survivors(facts_of(*survivors), 4, spare)
 
 
 def test_first_snapshot_of_a_mapping_counts_where_a_rank_knows_that_all_have_it():
@@ -56,6 +56,6 @@ def test_first_snapshot_of_a_mapping_counts_where_a_rank_knows_that_all_have_it(
     others = [snapshots(rank, 8, generation=1) for rank in (2, 3)]
     for rank, one in zip((2, 3), others, strict=True):
         one._unconfirmed = Snapshot(9, None, {}, {rank - 1: {}}), FOUR, rank
-    assert choose(facts_of(confirmed, *others), 3, others[0]) == MemberChoice((10, 11, 12), 2, 9)
+    assert choose_survivors(facts_of(confirmed, *others), 3, others[0]) == MemberChoice((10, 11, 12), 2, 9)
     # Otherwise the snapshots before count.
-    assert choose(facts_of(*others), 2, others[0]).generation == 1
+    assert choose_survivors(facts_of(*others), 2, others[0]).generation == 1

@@ -8,7 +8,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.train.mismatch import mismatch_advice, mismatch_limit
+from moefold.train.rl.mismatch import mismatch_advice, mismatch_limit
 
 
 @pytest.mark.parametrize(

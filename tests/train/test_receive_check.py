@@ -13,7 +13,7 @@ from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch_sharding import BatchSharder
-from moefold.train.log_probs import LogProbCapture, label_log_probs
+from moefold.train.rl.log_probs import LogProbCapture, label_log_probs
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.models import config_of

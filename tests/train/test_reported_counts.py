@@ -138,7 +138,7 @@ def test_the_tokens_of_an_epoch_are_told_without_padding(tmp_path, make):
     words, expected = make(tmp_path)
     cfg = load_config(None, [*COMMON, *words, f"run.dir={tmp_path / 'run'}"])
     data = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=0, align=cfg.align)
-    assert len(data.train) * S * data.train.filled == pytest.approx(expected, rel=1e-12)
+    assert len(data.train) * S * data.train.fill_fraction == pytest.approx(expected, rel=1e-12)
 
 
 def test_samples_that_fill_up_the_ranks_count_nowhere(pool, tmp_path):

@@ -14,6 +14,7 @@ import torch
 
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.cli.main import main
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -26,7 +27,7 @@ from moefold.data.prompts import Prompt
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference import rollouts as rollouts_module
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.rollouts import RolloutCollector, StopRule
 from moefold.inference.sampling import SamplingParams
@@ -35,9 +36,9 @@ from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, TrainingContext
-from moefold.train.kl_reference import ReferenceModel
 from moefold.train.machine_checks import check_rollout_cache
-from moefold.train.rollout_source import RolloutModel
+from moefold.train.rl.kl_reference import ReferenceModel
+from moefold.train.rl.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -50,6 +51,35 @@ from tests.train.policy_runs import recipe, records, train_policy, under, weight
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 pytestmark = pytest.mark.parity
+
+
+class Phases(FlightRecorder):
+    """Keeps the names of all phases."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        super().__init__()
+
+    def set_phase(self, phase: str) -> None:
+        self.names.append(phase)
+        super().set_phase(phase)
+
+
+def _train_for_phases(cfg: Config) -> list[str]:
+    recorder = Phases()
+    Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"), recorder)).run(StopSignals())
+    return recorder.names
+
+
+@pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "pp": 2}])
+def test_passes_of_sampling_and_of_the_reference_keep_their_phase(pool, tmp_path, mapping):
+    """A report of a hang names it; the run has no evaluation, whose passes are alike."""
+    cfg = under(recipe(tmp_path, 1, kl=0.1), tmp_path / "run", **mapping)
+    for names in pool.run(cfg.parallel.world_size, _train_for_phases, cfg):
+        after = {names[i + 1] for i, name in enumerate(names) if name == "sampling rollouts"}
+        assert after == {"computing rewards"}
+        assert any(name.startswith("log-probabilities of") for name in names)
+        assert "evaluation" not in names
 
 
 @pytest.mark.slow
@@ -285,7 +315,7 @@ def _gathered_bytes(cfg: Config) -> int:
         found.append(sum(one.nbytes for one in read if one.untyped_storage().data_ptr() not in shards))
 
     requests = [Request(prompt=(1, 2), max_tokens=2)]
-    RolloutEngine(model, EngineSettings(), SamplingParams()).generate(requests, count)
+    GenerationEngine(model, EngineSettings(), SamplingParams()).generate(requests, count)
     return found[-1]
 
 

@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.rollout_loader import RolloutLoader
+from moefold.train.rl.rollout_loader import RolloutLoader
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

@@ -13,8 +13,8 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
-from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import StopSignals
+from moefold.train.sites.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import create_groups, open_samples

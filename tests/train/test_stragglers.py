@@ -34,8 +34,10 @@ def pause(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _train(cfg: Config) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(pause)
-    Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))).run(StopSignals())
-    handle.remove()
+    try:
+        Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))).run(StopSignals())
+    finally:
+        handle.remove()
 
 
 MAPPINGS = [

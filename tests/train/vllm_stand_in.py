@@ -22,7 +22,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.convert.weight_sources import load_hf_weights
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.inference_model import InferenceModel
@@ -107,7 +107,7 @@ class StandIn:
             eos_ids=frozenset(params["stop_token_ids"]),
         )
         with self._lock:
-            engine = RolloutEngine(self._loaded_model(), EngineSettings(), sampling, records_routing=True)
+            engine = GenerationEngine(self._loaded_model(), EngineSettings(), sampling, records_routing=True)
             (made,) = engine.generate([request])
         assert made.expert_ids is not None
         content = [

@@ -8,8 +8,8 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
+from moefold.ops.kernel_support import check_kernel_device, triton_unsupported_reason
 from moefold.validate.config import check_config
-from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 
 def _recipe(dtype: str = "bfloat16", precision: str = "dtype") -> Config:

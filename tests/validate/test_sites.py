@@ -3,14 +3,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.topology.fragments import (
-    fragment_of,
-    fragments_due,
-    is_probed,
-    num_fragments,
-    rounds_until,
-    step_of_round,
-)
+from moefold.topology.fragments import RoundCalendar, fragment_of, num_fragments
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
@@ -83,8 +76,13 @@ def test_rounds_are_due_every_so_many_steps_and_at_the_end():
 
 def rounds(*overrides: str) -> dict[int, tuple[int, ...]]:
     """The fragments of each round of 100 steps."""
+    calendar = calendar_of(*overrides)
+    return {step: found for step in range(1, 101) if (found := calendar.fragments_due(step))}
+
+
+def calendar_of(*overrides: str) -> RoundCalendar:
     cfg = load_config(None, [*TWO, *overrides])
-    return {step: found for step in range(1, 101) if (found := fragments_due(cfg.run, cfg.model, cfg.sites, step))}
+    return RoundCalendar(cfg.run, cfg.model, cfg.sites)
 
 
 def test_routing_is_compared_every_tenth_round_and_at_the_end():
@@ -94,8 +92,8 @@ def test_routing_is_compared_every_tenth_round_and_at_the_end():
         (("sites.every=4", "sites.fragment_layers=1"), [4, 44, 84, 100]),
         (("sites.every=3", "model.layers=4 dense"), []),
     ):
-        cfg = load_config(None, [*TWO, *words])
-        assert [step for step in range(1, 101) if is_probed(cfg.run, cfg.model, cfg.sites, step)] == steps
+        calendar = calendar_of(*words)
+        assert [step for step in range(1, 101) if calendar.is_probed(step)] == steps
 
 
 def test_fragments_have_rounds_at_steps_of_their_own():
@@ -113,9 +111,9 @@ def test_fragments_have_rounds_at_steps_of_their_own():
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_rounds_are_counted_and_found_again(first, layers):
     overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.layers=4")
-    cfg = load_config(None, [*TWO, *overrides])
-    steps = [step for step in range(1, 101) if fragments_due(cfg.run, cfg.model, cfg.sites, step)]
-    assert [rounds_until(cfg.run, cfg.model, cfg.sites, step) for step in range(101)] == [
+    calendar = calendar_of(*overrides)
+    steps = [step for step in range(1, 101) if calendar.fragments_due(step)]
+    assert [calendar.rounds_until(step) for step in range(101)] == [
         sum(due <= step for due in steps) for step in range(101)
     ]
-    assert [step_of_round(cfg.run, cfg.model, cfg.sites, index) for index in range(len(steps) + 1)] == [0, *steps]
+    assert [calendar.step_of_round(index) for index in range(len(steps) + 1)] == [0, *steps]

@@ -10,7 +10,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import Sample, SampleSource
-from moefold.data.sampler import IndexRanges, Split
+from moefold.data.sampler import IndexRanges, SplitSampler
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.ops.documents import DocumentBounds
@@ -83,7 +83,7 @@ class Weighted(SampleSource):
 
 def _weights(cfg: Config, positions: list[int]) -> tuple[int, np.ndarray, list[np.ndarray]]:
     groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size), torch.device("cpu"))
-    split = Split(Weighted(), IndexRanges((range(64),)), order_key=None)
+    split = SplitSampler(Weighted(), IndexRanges((range(64),)), order_key=None)
     loader = BatchSharder(split, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, torch.tensor(positions))
     evaluation = [batch.columns["weights"].numpy() for batch in loader.eval_batches(6)]
     return groups.attn.dp.rank, loader.batch(0).columns["weights"].numpy(), evaluation

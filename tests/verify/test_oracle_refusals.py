@@ -17,7 +17,7 @@ import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
 from moefold.config.align import AlignConfig
-from moefold.config.bounds import judged
+from moefold.config.bounds import verification_by_key
 from moefold.config.chosen import chosen, with_key
 from moefold.config.edit import edit_model
 from moefold.config.field import VerifyAs
@@ -56,8 +56,8 @@ from tests.verify.recipes import LATENT, tiny
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 FORMULAS = (*Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py"), Path(oracle_sites.__file__))
 SOURCES = [ast.parse(path.read_text()) for path in FORMULAS]
-FORMULA_KEYS = {name for name, mark in judged().items() if mark is None}
-SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is VerifyAs.ROUNDS}
+FORMULA_KEYS = {name for name, mark in verification_by_key().items() if mark is None}
+SITES_FORMULA_KEYS = {name for name, mark in verification_by_key().items() if mark is VerifyAs.ROUNDS}
 
 
 def _kinds(section: Any, prefix: str) -> dict[str, tuple[Any, ...]]:

@@ -30,10 +30,10 @@ def _run_with_positions_of_rows(cfg: Config) -> DistributedRecord:
 
 def _run_with_labels_of_another_slot(cfg: Config) -> DistributedRecord:
     """As if the labels stayed in the order of the samples."""
-    from moefold.train.batch_placement import RoundPlacer
+    from moefold.train.batch_placement import MicroBatchSetPlacer
 
-    move_tokens = RoundPlacer.move_tokens
-    RoundPlacer.move_tokens = lambda self, columns, bounds: move_tokens(
+    move_tokens = MicroBatchSetPlacer.move_tokens
+    MicroBatchSetPlacer.move_tokens = lambda self, columns, bounds: move_tokens(
         self, columns | {"labels": columns["labels"][:, ::-1]}, bounds
     )
     return run_distributed(cfg, 1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE
-from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_DEPTH = 3
 """Searched levels of folders below a named folder."""

@@ -1,4 +1,7 @@
-"""List of the runs on a board; the search is repeated, because jobs start while the board is open."""
+"""List of the runs on a board.
+
+The search is repeated, because jobs start while the board is open.
+"""
 
 import threading
 import time

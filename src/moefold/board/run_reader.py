@@ -21,6 +21,7 @@ from moefold.board.metric_table import MetricTable
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
 from moefold.errors import format_list
@@ -30,7 +31,6 @@ from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
 from moefold.topology.layout import DEGREES
-from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256

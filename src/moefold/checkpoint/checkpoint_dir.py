@@ -14,7 +14,7 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, validate_hashes, validate_sizes
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
+from moefold.config.run import SETTINGS_FILE, RunConfig
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 
@@ -176,7 +176,7 @@ def skipped_checkpoints(requested: Path, opened: Path) -> list[str]:
 def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
     """Return checkpoint.dir from the config.json of a run folder; None if it is not set or not a folder."""
     try:
-        tree = read_json(run_dir / "config.json", MAX_CONFIG_BYTES)
+        tree = read_json(run_dir / SETTINGS_FILE, MAX_CONFIG_BYTES)
         folder_name = tree["checkpoint"]["dir"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -242,6 +242,11 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
     gathered = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
     if faults := list(dict.fromkeys(fault for faults in gathered for fault in faults)):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
+
+
+def gather_errors(errors: list[str], world: "World") -> list[str]:
+    """Return the errors of all ranks without duplicates; collective."""
+    return list(dict.fromkeys(error for texts in world.all_gather_object(errors) for error in texts))
 
 
 def validate_files(path: Path, world: "World", *, checks_hashes: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_registry import built_in_kinds, find_part
-from moefold.config.part_table import known_parts
+from moefold.config.part_table import without_outside_parts
 from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
 from moefold.data.input_paths import check_data_file_names
 from moefold.errors import ConfigError
@@ -184,25 +184,62 @@ def _check_meta(meta: CheckpointMeta) -> None:
     for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
         if not isinstance(state, dict):
             raise TypeError(f"{name} is not an object")
-    if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
-        raise TypeError(f"eval_loss is {meta.eval_loss!r}")
-    if not all(type(value) is int for value in meta.state_of("sites").values()):
-        raise TypeError(f"sites is {meta.state_of('sites')!r}")
-    if (rl := meta.state_of("data").get("rl")) is not None:
+    for name, type_, words in _FIELD_TYPES:
+        if not isinstance(getattr(meta, name), type_):
+            raise TypeError(f"{name} is not {words}")
+    for name, check in _STATE_CHECKS.items():
+        check(meta.state_of(name))
+    _check_model(meta.model)
+    if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
+        raise TypeError("parallel is not a mapping of ranks")
+    _check_counts(meta)
+    _check_data_files(meta)
+
+
+_FIELD_TYPES = (
+    *((name, dict, "an object") for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost")),
+    *((name, str, "a text") for name in ("dtype", "origin")),
+)
+
+
+def _check_evaluation(state: Mapping[str, Any]) -> None:
+    loss = state.get("eval_loss")
+    if loss is not None and not (type(loss) in (int, float) and math.isfinite(loss)):
+        raise TypeError(f"eval_loss is {loss!r}")
+
+
+def _check_sites(state: Mapping[str, Any]) -> None:
+    if not all(type(value) is int for value in state.values()):
+        raise TypeError(f"sites is {state!r}")
+
+
+def _check_rollouts(state: Mapping[str, Any]) -> None:
+    if (rl := state.get("rl")) is not None:
         from moefold.rl.plateau import Plateau
         from moefold.rl.rollout_table import table_headers
 
         Plateau.from_json(rl)
         table_headers(rl)
-    if meta.lora != {}:
+
+
+def _check_adapters(state: Mapping[str, Any]) -> None:
+    if state:
         from moefold.checkpoint.adapter_settings import check_adapter_settings
 
-        check_adapter_settings(meta.lora)
-    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
-        if not isinstance(getattr(meta, name), dict):
-            raise TypeError(f"{name} is not an object")
-    check_schedule_settings(meta.state_of("schedule"))
-    sizes = meta.model
+        check_adapter_settings(state)
+
+
+_STATE_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "evaluation": _check_evaluation,
+    "sites": _check_sites,
+    "data": _check_rollouts,
+    "lora": _check_adapters,
+    "schedule": check_schedule_settings,
+}
+"""Checks of states by the name in `RunStates`. A checkpoint is read without the objects that own its states."""
+
+
+def _check_model(sizes: dict[str, Any]) -> None:
     try:
         model_of(sizes)
     except ConfigError as error:
@@ -214,8 +251,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
         parse_layers(layers)
     except ValueError as error:
         raise TypeError(f"model.layers={layers!r} {error}") from None
-    if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
-        raise TypeError("parallel is not a mapping of ranks")
+
+
+def _check_counts(meta: CheckpointMeta) -> None:
     position = meta.state_of("position")
     counts = {name: position.get(name) for name in ("step", "samples", "tokens")}
     if meta.format != FORMAT:
@@ -229,14 +267,14 @@ def _check_meta(meta: CheckpointMeta) -> None:
                 raise TypeError(f"{name} is {value!r}")
     if meta.step and not meta.origin and "moment_updates" not in meta.state_of("weights"):
         raise TypeError("it has no weights.moment_updates: the number of updates that the optimizer has counted")
+
+
+def _check_data_files(meta: CheckpointMeta) -> None:
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
         raise TypeError("data_tokens are not counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
         raise TypeError("data_files or data_lost hold no text")
     check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
-    for name in ("dtype", "origin"):
-        if not isinstance(getattr(meta, name), str):
-            raise TypeError(f"{name} is not a text")
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
@@ -249,4 +287,4 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     from moefold.config.load import config_from_dict
 
     fields = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
-    return config_from_dict({"model": known_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model
+    return config_from_dict({"model": without_outside_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model

@@ -36,8 +36,11 @@ Digest = tuple[int, int]
 class SnapshotLayout:
     """Layout of a snapshot: the boxes of each rank. The same on every rank.
 
-    `shards` has an entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
-    these boxes. That rank is None if the owners are on several nodes, or are several ranks of the only node.
+    `shards` has an entry for each set of ranks that own equal boxes: its owners, and the owner whose peer has a copy of
+    the boxes. There is no copy (None) in two cases:
+
+    * The owners are on several nodes: a lost node loses no box.
+    * All ranks are on one node, and the set has several owners: a lost rank loses no box.
     """
 
     peers: tuple[int, ...]
@@ -201,7 +204,7 @@ class PeerSnapshots:
     generation is kept until every rank has the first snapshot of the new generation.
 
     After a loss of ranks, the survivors first agree on a generation: each sends the others its `generation`, and calls
-    `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
+    `keep_generation` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
         max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
@@ -215,7 +218,7 @@ class PeerSnapshots:
         self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
         self.restored_parts: tuple[BoxTransfer, ...] = ()
         """Parts of every new shard in the last `restore`, and the rank that each came from."""
-        self._restored: _ByName | None = None
+        self._restored: _SnapshotIndex | None = None
         self.old_ranks: list[int | None] = []
         """Rank in the old mapping of each rank that took part in the last `restore`."""
         self.generation = 0
@@ -237,18 +240,18 @@ class PeerSnapshots:
         """
         self._plan = None
 
-    def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
+    def held_generations(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
         """Return number, rank and `held` of each generation with snapshots in this process; local.
 
         The first generation is confirmed. A second generation has a first snapshot, and this rank does not know whether
         all ranks have completed it.
         """
-        claims = [(self.generation, self.rank, self.held())]
+        held_generations = [(self.generation, self.rank, self.held())]
         if self._unconfirmed is not None:
             slot, _, rank = self._unconfirmed
             assert slot.step is not None
-            claims.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
-        return claims
+            held_generations.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return held_generations
 
     def layout_of(self, generation: int) -> SnapshotLayout | None:
         """Return the layout of this process's snapshots of a generation; None if it has no such snapshots."""
@@ -256,7 +259,7 @@ class PeerSnapshots:
             return self.layout
         return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
 
-    def settle(self, generation: int) -> None:
+    def keep_generation(self, generation: int) -> None:
         """Keep only the snapshots of one generation; local.
 
         Args:
@@ -425,7 +428,7 @@ class PeerSnapshots:
         slot = self.snapshot(step)
         assert slot.train_state is not None
         local, buckets, dtypes = plan_restore(slot, state, world, self._max_bucket_bytes)
-        boxes = _ByName(slot)
+        boxes = _SnapshotIndex(slot)
         targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
 
         def write(transfer: BoxTransfer, values: Tensor) -> None:
@@ -445,7 +448,7 @@ class PeerSnapshots:
         return slot.train_state
 
 
-class _ByName:
+class _SnapshotIndex:
     """Access to the boxes of a snapshot by a part of a tensor."""
 
     def __init__(self, slot: Snapshot) -> None:

@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.checkpoint.checkpoint_dir import (
     checkpoint_folder,
     checkpoint_folder_key,
+    gather_errors,
     named_checkpoints,
     quick_validate,
     step_of,
+    validate_files,
     wrong_name_reason,
 )
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples, model_of, model_sizes, read_meta
@@ -36,6 +38,10 @@ from moefold.errors import ConfigError, format_list
 from moefold.remote_path import to_path
 from moefold.topology.layout import divisors
 
+if TYPE_CHECKING:
+    from moefold.comm.groups import World
+
+RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 SampleOrder = dict[str, Any]
 """The settings that determine the text of sample n; the batch size is not among them."""
 
@@ -166,6 +172,51 @@ def find_resume(cfg: Config) -> Path | None:
     return path
 
 
+@dataclass(frozen=True)
+class Resume:
+    """Checkpoint to resume from."""
+
+    path: Path | None
+    """The checkpoint; None for a new run."""
+    skipped: tuple[str, ...] = ()
+    """Damaged newer checkpoints, each with the reason."""
+
+
+def resolve_resume(cfg: Config, world: "World", fingerprints: Mapping[str, str] | None = None) -> Resume:
+    """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
+
+    Collective over all ranks; each rank verifies the hashes of a part of the files.
+
+    Raises:
+        ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
+            checkpoints are.
+    """
+    skipped: dict[str, str] = {}
+    while True:
+        # A network file system may differ between machines: use the first rank's listing.
+        found = resume_candidate(cfg.run, cfg.checkpoint, skipped) if world.is_rank0 else None
+        path: Path | None = world.broadcast_object(found)
+        if path is None and skipped:
+            folder = str(checkpoint_folder(cfg.run, cfg.checkpoint))
+            raise ConfigError(
+                f"no checkpoint in {folder!r} can be used: {'; '.join(skipped.values())}; "
+                f"move them away to start a new run, or set another {checkpoint_folder_key(cfg.checkpoint)}"
+            )
+        if path is None:
+            check_compatible(None, cfg)
+            return Resume(None)
+        if cfg.checkpoint.resume != "auto":
+            read_meta(path)  # raises a specific error if the folder is not a checkpoint
+        faults = gather_errors(validate_files(path, world, checks_hashes=cfg.checkpoint.verify), world)
+        if not faults:
+            if world.is_rank0:
+                check_compatible(path, cfg, fingerprints)
+            return Resume(path, tuple(skipped.values()))
+        if cfg.checkpoint.resume != "auto":
+            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}; {RESUME_HINT}")
+        skipped[str(path)] = f"{path.name}: {format_list(faults)}"
+
+
 def newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
     """Return the newest checkpoint of the run whose file sizes are right."""
     damaged: list[str] = []
@@ -223,11 +274,17 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             )
 
 
-def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:
+def model_differences(
+    stored: dict[str, Any],
+    model: ModelConfig,
+    reader: ModelConfig | None = None,
+    sides: tuple[str, str] = ("there", "here"),
+) -> str:
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
+        sides: words for the stored model and for `model`.
     """
     saved = model_of(stored)
     recorded, current = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
@@ -245,7 +302,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
     keys = [key for key in (*recorded, *current) if key not in free_keys and not key.startswith(tuple(unread))]
-    return _differences({key: recorded.get(key) for key in keys}, current)
+    return _differences({key: recorded.get(key) for key in keys}, current, sides)
 
 
 def _is_outside(key: str, kind: Any) -> bool:
@@ -330,11 +387,11 @@ def _can_skip_corrupt(
     return not data_order_change(meta, order, fingerprints, drops_files=True)
 
 
-def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
+def _differences(stored: dict[str, Any], current: dict[str, Any], sides: tuple[str, str] = ("there", "here")) -> str:
     changes = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
     if "layers" in changes:
         for key in ("layer_windows", "layer_chunks"):
             changes.pop(key, None)
     # A different table is reported without its settings.
     changes = {key: pair for key, pair in changes.items() if not any(key.startswith(f"{table}.") for table in changes)}
-    return "; ".join(f"{key} {before!r} there, {now!r} here" for key, (before, now) in changes.items())
+    return "; ".join(f"{key} {before!r} {sides[0]}, {now!r} {sides[1]}" for key, (before, now) in changes.items())

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,20 @@ from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
+    gather_errors,
     step_path,
-    validate_files,
 )
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
-from moefold.checkpoint.resume import check_compatible, resume_candidate, sample_order
+from moefold.checkpoint.resume import RESUME_HINT, sample_order
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_or_short_files, read_metadata
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
@@ -62,8 +63,6 @@ class ShardSavePlanner(DefaultSavePlanner):
             yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
 
 
-SETTINGS_FILE = "config.json"
-"""Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
@@ -71,53 +70,6 @@ _OPTIMIZER_HINT = (
     "set train.optimizer and train.optimizer.groups as they were, or begin a new run with its weights: "
     "checkpoint.init_from"
 )
-_RESUME_HINT = "name another one with checkpoint.resume, or move it away"
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Checkpoint to resume from."""
-
-    path: Path | None
-    """The checkpoint; None for a new run."""
-    skipped: tuple[str, ...] = ()
-    """Damaged newer checkpoints, each with the reason."""
-
-
-def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -> Resume:
-    """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
-
-    Collective over all ranks; each rank verifies the hashes of a part of the files.
-
-    Raises:
-        ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
-            checkpoints are.
-    """
-    skipped: dict[str, str] = {}
-    while True:
-        # A network file system may differ between machines: use the first rank's listing.
-        box = [resume_candidate(cfg.run, cfg.checkpoint, skipped) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        path = box[0]
-        if path is None and skipped:
-            folder = str(checkpoint_folder(cfg.run, cfg.checkpoint))
-            raise ConfigError(
-                f"no checkpoint in {folder!r} can be used: {'; '.join(skipped.values())}; "
-                f"move them away to start a new run, or set another {checkpoint_folder_key(cfg.checkpoint)}"
-            )
-        if path is None:
-            check_compatible(None, cfg)
-            return Resume(None)
-        if cfg.checkpoint.resume != "auto":
-            read_meta(path)  # raises a specific error if the folder is not a checkpoint
-        faults = _gather_errors(validate_files(path, current_world(), checks_hashes=cfg.checkpoint.verify))
-        if not faults:
-            if dist.get_rank() == 0:
-                check_compatible(path, cfg, fingerprints)
-            return Resume(path, tuple(skipped.values()))
-        if cfg.checkpoint.resume != "auto":
-            raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}; {_RESUME_HINT}")
-        skipped[str(path)] = f"{path.name}: {format_list(faults)}"
 
 
 def write_checkpoint(
@@ -367,11 +319,6 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
     return records
 
 
-def _gather_errors(errors: list[str]) -> list[str]:
-    """Return the errors of all ranks without duplicates; collective."""
-    return list(dict.fromkeys(error for texts in current_world().all_gather_object(errors) for error in texts))
-
-
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
     """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
     faults = missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
@@ -385,7 +332,7 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
             faults.append(f"{_OTHER_MOMENTS_PREFIX} {moment} of {parameter}" if has_others else f"tensor {name}")
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
-    if errors := _gather_errors(faults):
+    if errors := gather_errors(faults, current_world()):
         if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in errors):
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(errors)}; {_OPTIMIZER_HINT}"
@@ -396,11 +343,11 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
                 "indexers; begin the sparse stage as a new run with its weights, in another run.dir: "
                 f"checkpoint.init_from={str(path)!r}"
             )
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(errors)}; {_RESUME_HINT}")
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(errors)}; {RESUME_HINT}")
     optimized = {name.rpartition(".")[0] for name in state if name.startswith("optimizer.")}
     # Two optimizers may use one name for different states: states that only one optimizer has distinguish them.
     missing_moments = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
-    if errors := _gather_errors(missing_moments):
+    if errors := gather_errors(missing_moments, current_world()):
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another optimizer, it also has {format_list(errors)}; {_OPTIMIZER_HINT}"
         )
@@ -413,7 +360,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
         moments: moments of this rank; None if no parameter of the rank is trained.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
-    if _gather_errors(["other"] if moments is not None and has_moments != bool(moments) else []):
+    if gather_errors(["other"] if moments is not None and has_moments != bool(moments) else [], current_world()):
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another optimizer, it has {'' if has_moments else 'no '}moments; set "
             "train.optimizer as it was, or begin a new run with its weights: checkpoint.init_from"

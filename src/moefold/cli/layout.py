@@ -120,7 +120,7 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
         "pipeline_layout": plan.layout,
         "stages": [
             {
-                "stage": stage.number,
+                "stage": stage.index,
                 "pp_rank": stage.pp_rank,
                 "embedding": stage.parts.has_embedding,
                 "layers": list(stage.parts.layers),

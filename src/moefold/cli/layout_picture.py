@@ -333,7 +333,7 @@ def _draw_stages(
 
 def _draw_stage(canvas: _Canvas, stage: Stage, units: Sequence[tuple[str, str]], top: float) -> None:
     middle = top + STAGE_ROW_HEIGHT / 2
-    canvas.text(STAGES_MARGIN, middle, f"stage {stage.number}", 10, fontweight="bold")
+    canvas.text(STAGES_MARGIN, middle, f"stage {stage.index}", 10, fontweight="bold")
     canvas.text(STAGES_MARGIN + 0.86, middle, f"pp rank {stage.pp_rank}", 9, FAINT)
     left = STAGES_MARGIN + NAMES_WIDTH
     if not units:

@@ -202,9 +202,9 @@ def print_stages(console: Console, plan: StagePlan, costs: Sequence[StageCost] |
     table.add_column("holds")
     _add_columns(table, (">weights", "operations") if costs is not None else ())
     for stage in plan.stages:
-        cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
+        cells = [str(stage.index), str(stage.pp_rank), describe_stage(stage.parts)]
         if costs is not None:
-            cost, max_flops = costs[stage.number], max(1, *(cost.flops for cost in costs))
+            cost, max_flops = costs[stage.index], max(1, *(cost.flops for cost in costs))
             share = cost.flops / max_flops
             cells += [compact_count(cost.num_parameters), f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}"]
         table.add_row(*cells)
@@ -249,8 +249,8 @@ def unfolded_experts(layout: Layout) -> DrawnView | None:
     ep = gcd(layout.ep, layout.dp)
     coupled = fold(world_size=layout.world_size, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=ep, etp=layout.tp)
     _, experts = build_drawn_views(coupled, coupled=True)
-    same = all(experts.group_indices(axis) == layout.moe.group_indices(axis) for axis in ("ep", "etp", "edp"))
-    return None if same else experts
+    is_same = all(experts.group_indices(axis) == layout.moe.group_indices(axis) for axis in ("ep", "etp", "edp"))
+    return None if is_same else experts
 
 
 def describe_changes(layout: Layout, experts: DrawnView, gpus_per_node: int) -> list[str]:
@@ -258,7 +258,7 @@ def describe_changes(layout: Layout, experts: DrawnView, gpus_per_node: int) -> 
     ep = experts.degree("ep")
     etp = experts.degree("etp")
     folded, coupled = (
-        max_nodes_spanned(groups, gpus_per_node)
+        max_nodes_of_groups(groups, gpus_per_node)
         for groups in (layout.moe.group_indices("ep"), experts.group_indices("ep"))
     )
     changes = []
@@ -282,7 +282,7 @@ def _describe_sharding(etp: int) -> str:
     return "whole" if etp == 1 else f"in {etp} pieces"
 
 
-def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
+def max_nodes_of_groups(groups: tuple[int, ...], gpus_per_node: int) -> int:
     """Return the largest number of nodes that one group spans, given the group of each rank."""
     nodes: dict[int, set[int]] = {}
     for rank, group in enumerate(groups):

@@ -20,9 +20,10 @@ from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.data.dataset import prepare
+from moefold.data.dataset import dataset_request, prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
+from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
@@ -32,8 +33,6 @@ from moefold.topology.layout import Layout
 from moefold.train.machine_checks import check_offload_folder
 from moefold.units import GIB, format_bytes
 from moefold.validate.config import check_config
-from moefold.validate.cuda_graphs import check_cuda_graphs_device
-from moefold.validate.memory import check_offload_device
 from moefold.validate.memory_need import (
     SNAPSHOT_PART,
     BytesByPart,
@@ -41,8 +40,6 @@ from moefold.validate.memory_need import (
     min_sampling_memory,
     sampling_rank_memory,
 )
-from moefold.validate.moe import check_dispatch_device
-from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
     from moefold.cost.state_bytes import StateBytes
@@ -214,16 +211,13 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             "started on one machine; add --dry"
         )
     check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
-    check_dispatch_device(cfg.model, cfg.parallel, "cpu")
-    check_kernel_device(cfg.run, "cpu")
-    check_cuda_graphs_device(cfg.run, "cpu")
-    check_offload_device(cfg.train, "cpu")
+    check_device(cfg, "cpu")
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
     from moefold.train.memory_profile import measure_rank
     from moefold.verify.ranks.pool import WorkerPool
 
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
+    prepare(**dataset_request(cfg))
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
         progress.report(f"starting {world_size} ranks")

@@ -12,7 +12,7 @@ from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
-from moefold.planner.cost_model.step import TIME_PARTS
+from moefold.planner.cost_model.step import TIME_CATEGORIES
 from moefold.planner.mapping import (
     ParallelMapping,
     describe_strategy,
@@ -120,7 +120,7 @@ def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bo
 
 def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
     """Print time and memory by part: a row for each part that any mapping has, a column for each mapping."""
-    times = [{part: plan.time.parts[part] for part in TIME_PARTS} for plan in plans]
+    times = [{part: plan.time.parts[part] for part in TIME_CATEGORIES} for plan in plans]
     memory = [{part: plan.memory.parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
     for title, unit, amounts, digits in (
         ("time of a step, on the busiest pipeline rank", "seconds", times, 3),

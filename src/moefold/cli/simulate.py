@@ -17,6 +17,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
@@ -122,7 +123,7 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
 
 def _run_config(run_dir: Path) -> Config:
     """Read the recipe of a run from its folder."""
-    path = run_dir / "config.json"
+    path = run_dir / SETTINGS_FILE
     tree = read_json_object(path)
     if not tree:
         raise ConfigError(f"--run {run_dir} holds no run: {path} is missing; name the run.dir of a training run")
@@ -165,7 +166,7 @@ def _with_recompute(cfg: Config, device: Device) -> Config:
 
 
 def _describe_sites(plan: SitePlan) -> str:
-    """Describe the rounds of the recipe's settings."""
+    """Describe the micro-batch sets of the recipe's settings."""
     rate = plan.recipe
     return (
         f"{plan.cost.count} sites, {describe_rate(plan, rate)}; an exchange takes up to {max(rate.exchanges_s):.4g} "
@@ -175,7 +176,7 @@ def _describe_sites(plan: SitePlan) -> str:
 
 def _balance(parallel: ParallelConfig, train: TrainConfig, loads: DocumentLoads) -> float:
     """Return the attention work of the busiest rank of a round over the mean."""
-    return loads.rounds(parallel.cp, parallel.dp, train.micro_batch_size).max_over_mean
+    return loads.sets(parallel.cp, parallel.dp, train.micro_batch_size).max_over_mean
 
 
 def _simulate(

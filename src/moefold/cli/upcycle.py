@@ -14,7 +14,7 @@ from moefold.config.layer_words import spell_layers
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
-from moefold.config.part_table import name_files
+from moefold.config.part_table import import_part_files
 from moefold.convert.preflight import (
     check_out,
     dense_unsupported_reason,
@@ -88,7 +88,7 @@ def upcycled_model(
     tree = {"model": copied, "checkpoint": {"upcycle": {"dense": str(dense)}}}
     for message in apply_overrides(tree, overrides):
         print_escaped(message, file=sys.stderr)
-    name_files(tree)
+    import_part_files(tree)
     cfg = config_from_dict(tree)
     check_unused_keys(keys, cfg)
     model = cfg.model

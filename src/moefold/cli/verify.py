@@ -21,7 +21,7 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.data.dataset import prepare
+from moefold.data.dataset import dataset_request, prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
@@ -147,7 +147,7 @@ def verify(
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
     notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes
     print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
-    prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
+    prepare(**dataset_request(cfg))
     with WorkProgress("verify") as progress:
         if base is not None:
             [alone] = run_distributed(base, steps, progress.report)

@@ -1,4 +1,7 @@
-"""Process groups and device meshes of a layout, created here only; also of a fake world, on the meta device."""
+"""Process groups and device meshes of a layout.
+
+No other module creates any. On the meta device they are groups of a fake world.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,7 +139,7 @@ class ParallelGroups:
         recorder.set_phase("creating the process groups")
         is_cuda = device.type == "cuda"
         separates = is_cuda if separates_purposes is None else separates_purposes
-        clock = CommTimer(is_cuda=is_cuda, host_clock=recorder.clock)
+        comm_timer = CommTimer(is_cuda=is_cuda, host_clock=recorder.clock)
         backward_overlap = BackwardOverlap()
         by_name = communicators(layout, rank, separates_purposes=separates)
         created: dict[Communicator, Group] = {}
@@ -144,14 +147,16 @@ class ParallelGroups:
             ranks = communicator.ranks
             handle = _process_group(communicator, recorder.hang_timeout_s, is_cuda=is_cuda)
             number = recorder.add_group(name, ranks)
-            created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
+            created[communicator] = Group(
+                ranks, ranks.index(rank), handle, recorder, number, comm_timer, backward_overlap
+            )
         groups = {name: created[communicator] for name, communicator in by_name.items()}
         coordinates = [
             (layout.moe.coordinate(r, "ep"), layout.moe.coordinate(r, "etp")) for r in groups["experts"].ranks
         ]
         everyone = tuple(range(layout.world_size))
         assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-        world = Group(everyone, rank, dist.group.WORLD, recorder, recorder.add_group("world", everyone), clock)
+        world = Group(everyone, rank, dist.group.WORLD, recorder, recorder.add_group("world", everyone), comm_timer)
         return cls(
             layout=layout,
             rank=rank,
@@ -254,6 +259,13 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the picklable object of rank 0 on all processes; collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
 
 def current_world() -> World:

@@ -1,7 +1,8 @@
-"""The private names of torch that the package uses; checked on torch 2.11, 2.12 and 2.13.
+"""The private names of torch that the package uses.
 
-No other module may use a name of torch that begins with an underscore (tests/architecture). Before the upper limit of
-torch in pyproject.toml is raised, check each name against the new version.
+They are checked on torch 2.11, 2.12 and 2.13. No other module may use a name of torch that begins with an underscore
+(tests/architecture). Before the upper limit of torch in pyproject.toml is raised, check each name against the new
+version.
 """
 
 import sys
@@ -355,9 +356,6 @@ def forget_process_groups() -> None:
     # torch.distributed.tensor.debug does the same, but its import also imports torch's compiler.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-# FSDP2. A module of `fully_shard` has a state, and at most one group of parameters that are gathered together.
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:

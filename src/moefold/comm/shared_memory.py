@@ -145,8 +145,8 @@ LABEL_BYTES = 4
 
 
 @dataclass(frozen=True)
-class _Round:
-    """A round of a barrier: tell one member that this rank has arrived, and wait until another member has arrived."""
+class _BarrierStep:
+    """A step of a barrier: tell one member that this rank has arrived, and wait until another member has arrived."""
 
     sends_to: int
     """Descriptor of the pipe of the member that gets this rank's label."""
@@ -157,14 +157,14 @@ class _Round:
 
 
 class PipeBarrier:
-    """Dissemination barrier (Hensgen, Finkel, Manber 1988): in round k, member i signals member i + 2^k.
+    """Dissemination barrier (Hensgen, Finkel, Manber 1988): in step k, member i signals member i + 2^k.
 
     The pipes of a member that has ended are closed: members that wait for it get an error. The signal is a label of the
     operation that the barrier orders: members that have reached different operations get an error too.
     """
 
-    def __init__(self, rounds: list[_Round], timeout: timedelta) -> None:
-        self._rounds = rounds
+    def __init__(self, steps: list[_BarrierStep], timeout: timedelta) -> None:
+        self._steps = steps
         self._timeout = timeout
 
     def wait(self, operation: object = "") -> None:
@@ -178,7 +178,7 @@ class PipeBarrier:
             RunError: a member has reached another operation.
         """
         label = zlib.crc32(repr(operation).encode()).to_bytes(LABEL_BYTES, "little")
-        for step in self._rounds:
+        for step in self._steps:
             try:
                 os.write(step.sends_to, label)
             except BrokenPipeError as error:
@@ -198,7 +198,7 @@ class PipeBarrier:
 
     def __del__(self) -> None:
         """Close the pipes."""
-        for step in self._rounds:
+        for step in self._steps:
             os.close(step.sends_to)
             os.close(step.receives_from)
 
@@ -233,11 +233,11 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
             for descriptor in (*sends, *(read for read, _ in ends)):
                 os.close(descriptor)
             raise RunError(f"rank {rank} has no barrier by pipes: {fault}")
-    rounds = [
-        _Round(send, read, group.ranks[(group.rank - distance) % group.size])
+    steps = [
+        _BarrierStep(send, read, group.ranks[(group.rank - distance) % group.size])
         for send, (read, _), distance in zip(sends, ends, distances, strict=True)
     ]
-    return PipeBarrier(rounds, collective_timeout(group.recorder.hang_timeout_s))
+    return PipeBarrier(steps, collective_timeout(group.recorder.hang_timeout_s))
 
 
 PIECE_BYTES = 4 << 20
@@ -275,87 +275,90 @@ class SharedExchange:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
         self._gather([gathered_parts(out, x, self.group.size, self.group.rank)])
 
-    def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype, numbers: Sequence[int] = ()) -> list[Tensor]:
+    def sum_scatter(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype, tensor_indices: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Sum tensors over the members, in their order; return this rank's rows of each sum.
 
         Args:
             tensors: of the same shapes on all members; rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
             dtype: of the sums; tensors of another type are converted.
-            numbers: numbers of the tensors in the list of the caller; other numbers on another member are an error.
+            tensor_indices: positions of the tensors in the list of the caller; other positions on another member are an
+                error.
         """
         size = self.group.size
-        shards = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
-        totals = _room_for([shares[self.group.rank] for shares in shards], dtype)
-        self._sum(shards, totals, dtype, numbers)
+        member_slices = [_slices_of_members(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
+        totals = _allocate_flat([slices[self.group.rank] for slices in member_slices], dtype)
+        self._sum(member_slices, totals, dtype, tensor_indices)
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
-    def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype, numbers: Sequence[int] = ()) -> list[Tensor]:
+    def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype, tensor_indices: Sequence[int] = ()) -> list[Tensor]:
         """Return the sums of tensors over the members, added in their order: the same bits on all members.
 
-        `numbers` as in `sum_scatter`.
+        `tensor_indices` as in `sum_scatter`.
         """
-        totals = _room_for(tensors, dtype)
-        sums = [self._even_parts(total) for total in totals]
-        own_sums = [shares[self.group.rank] for shares in sums]
-        self._sum([self._even_parts(x) for x in tensors], own_sums, dtype, numbers)
-        self._gather(sums)
+        totals = _allocate_flat(tensors, dtype)
+        member_totals = [self._even_slices(total) for total in totals]
+        own_totals = [slices[self.group.rank] for slices in member_totals]
+        self._sum([self._even_slices(x) for x in tensors], own_totals, dtype, tensor_indices)
+        self._gather(member_totals)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
 
-    def _even_parts(self, x: Tensor) -> Sequence[Tensor]:
-        return _parts(x, -(-x.numel() // self.group.size), self.group.size)
+    def _even_slices(self, x: Tensor) -> Sequence[Tensor]:
+        return _slices_of_members(x, -(-x.numel() // self.group.size), self.group.size)
 
-    def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> None:
-        """Fill the other members' parts of tensors.
+    def _gather(self, member_slices: Sequence[Sequence[Tensor]]) -> None:
+        """Fill the other members' slices of tensors.
 
         Args:
-            tensors: for each tensor the parts of all members, flat; this rank's are filled.
+            member_slices: for each tensor the slices of all members, flat; this rank's are filled.
         """
-        dtype = tensors[0][0].dtype
-        for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
+        dtype = member_slices[0][0].dtype
+        for piece in _pieces(member_slices, PIECE_BYTES // dtype.itemsize):
             slots = self._next_half(dtype)
-            shares = [piece.of(tensors, member) for member in range(self.group.size)]
-            published = [piece.inside(slot, shards) for slot, shards in zip(slots, shares, strict=True)]
-            foreach_copy_(published[self.group.rank], shares[self.group.rank])
+            piece_slices = [piece.slices_of(member_slices, member) for member in range(self.group.size)]
+            published = [piece.slot_slices(slot, own) for slot, own in zip(slots, piece_slices, strict=True)]
+            foreach_copy_(published[self.group.rank], piece_slices[self.group.rank])
             self.barrier.wait(("a gather of", dtype, piece.ranges))
             for member in range(self.group.size):
                 if member != self.group.rank:
-                    foreach_copy_(shares[member], published[member])
+                    foreach_copy_(piece_slices[member], published[member])
 
     def _sum(
         self,
-        tensors: Sequence[Sequence[Tensor]],
+        member_slices: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
         dtype: torch.dtype,
-        numbers: Sequence[int],
+        tensor_indices: Sequence[int],
     ) -> None:
-        """Sum this rank's parts of tensors over the members.
+        """Sum this rank's slices of tensors over the members.
 
         Args:
-            tensors: for each tensor the parts of all members, flat.
-            totals: for each tensor the sum of this rank's part, flat, which this fills.
+            member_slices: for each tensor the slices of all members, flat.
+            totals: for each tensor the sum of this rank's slice, flat, which this fills.
             dtype: of the totals.
-            numbers: see `sum_scatter`.
+            tensor_indices: see `sum_scatter`.
         """
         size = self.group.size
         rank = self.group.rank
         width = PIECE_BYTES // dtype.itemsize // (size - 1)
-        for piece in _pieces(tensors, width):
+        for piece in _pieces(member_slices, width):
             # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
             slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
-            shares = [piece.of(tensors, member) for member in range(size)]
-            own_share = shares.pop(rank)
-            for slot, shards in zip(slots[rank], shares, strict=True):
-                foreach_copy_(piece.inside(slot, shards), shards)
-            self.barrier.wait(("a sum of", dtype, piece.ranges, numbers))
+            piece_slices = [piece.slices_of(member_slices, member) for member in range(size)]
+            own_slices = piece_slices.pop(rank)
+            for slot, slices in zip(slots[rank], piece_slices, strict=True):
+                foreach_copy_(piece.slot_slices(slot, slices), slices)
+            self.barrier.wait(("a sum of", dtype, piece.ranges, tensor_indices))
             terms = [
-                piece.inside(slots[member, rank - (rank > member)], own_share)
+                piece.slot_slices(slots[member, rank - (rank > member)], own_slices)
                 for member in range(size)
                 if member != rank
             ]
-            terms.insert(rank, own_share)
-            sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
-            for total, addends in zip(sums, zip(*terms, strict=True), strict=True):
+            terms.insert(rank, own_slices)
+            own_totals = [totals[index][start:stop] for index, start, stop in piece.ranges]
+            for total, addends in zip(own_totals, zip(*terms, strict=True), strict=True):
                 sum_in_order(addends, total)
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
@@ -369,24 +372,24 @@ class _Piece:
     """A range of each of some tensors, which the members exchange between two barriers."""
 
     ranges: Sequence[tuple[int, int, int]]
-    """Number of the tensor, start and end of the range in each part; in shorter parts as far as they reach."""
+    """Index of the tensor, start and end of the range in each slice; in shorter slices as far as they reach."""
 
-    def of(self, tensors: Sequence[Sequence[Tensor]], member: int) -> list[Tensor]:
-        """Return the ranges of a member's parts."""
-        return [tensors[index][member][start:stop] for index, start, stop in self.ranges]
+    def slices_of(self, member_slices: Sequence[Sequence[Tensor]], member: int) -> list[Tensor]:
+        """Return the ranges of a member's slices."""
+        return [member_slices[index][member][start:stop] for index, start, stop in self.ranges]
 
-    def inside(self, slot: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return where a slot has the ranges of parts."""
+    def slot_slices(self, slot: Tensor, slices: Sequence[Tensor]) -> list[Tensor]:
+        """Return the ranges of slices in a slot."""
         lengths = [stop - start for _, start, stop in self.ranges]
         rooms = slot[: sum(lengths)].split(lengths)
-        return [room[: len(shard)] for room, shard in zip(rooms, shards, strict=True)]
+        return [room[: len(own)] for room, own in zip(rooms, slices, strict=True)]
 
 
-def _pieces(tensors: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece]:
+def _pieces(member_slices: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece]:
     """Cut tensors into pieces of at most `length` elements of each member."""
     ranges: list[tuple[int, int, int]] = []
     room = length
-    for index, (longest, *_) in enumerate(tensors):
+    for index, (longest, *_) in enumerate(member_slices):
         start = 0
         while start < len(longest):
             stop = min(start + room, len(longest))
@@ -401,13 +404,13 @@ def _pieces(tensors: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece
         yield _Piece(ranges)
 
 
-def _parts(x: Tensor, length: int, size: int) -> Sequence[Tensor]:
-    """Return the members' parts of a tensor, flat: `length` elements each, fewer or none for the last members."""
+def _slices_of_members(x: Tensor, length: int, size: int) -> Sequence[Tensor]:
+    """Return the members' slices of a tensor, flat: `length` elements each, fewer or none for the last members."""
     flat = x.reshape(-1)
     return [flat[length * member : length * (member + 1)] for member in range(size)]
 
 
-def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def _allocate_flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """Allocate as many elements as tensors have, flat, one after the other."""
     lengths = [x.numel() for x in tensors]
     return torch.empty(sum(lengths), dtype=dtype).split(lengths)

@@ -107,13 +107,16 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 @cache
 def keys_of_same_run() -> frozenset[str]:
     """Return the keys that may change when a run is resumed without a line of the log (`SAME_RUN`)."""
+    verification = verification_by_key()
     return frozenset(
-        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not VerifyAs.START
+        name
+        for name, marks in _marks_by_key().items()
+        if SAME_RUN in marks and verification[name] is not VerifyAs.START
     )
 
 
 @cache
-def judged() -> dict[str, VerifyAs | None]:
+def verification_by_key() -> dict[str, VerifyAs | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
         name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyAs)), None)

@@ -38,20 +38,21 @@ class ReadIf:
 
 
 class VerifyAs(Enum):
-    """Class of a key for `moefold verify`; on a section: class of all its keys without their own mark.
+    """Class of a key for `moefold verify`.
 
-    A key without a mark, in a section without a mark, changes the maths of a step: the oracle must read it when it is
-    set. The recipe is refused if no formula has read it, because the verdict would mean nothing.
+    A mark of a section is the class of all its keys without a mark of their own. A key without any mark changes the
+    maths of a step: the oracle must read the key when the recipe sets it. `moefold verify` refuses a recipe with such a
+    key that no formula has read, because the verdict would mean nothing.
     """
 
-    ROUNDS = "rounds of sites: the oracle of sites reads it, and `moefold verify` says that it compares no round"
-    MAPPING = "mapping: what is compared with the oracle, and must not change the result"
-    SPEED = "memory and speed: the same result"
+    ROUNDS = "rounds of sites: the oracle of sites reads the key, and `moefold verify` says that it compares no round"
+    MAPPING = "mapping: the runtime under it is compared with the oracle, and it must not change the result"
+    SPEED = "memory and speed: the key does not change the result"
     FORMAT = "number format: the comparison is in float64, or has a tolerance of its own"
-    SIZE = "size that the parameters have: another one does not fit the formulas"
-    START = "initial weights and random numbers: both sides begin with the same"
-    SAMPLES = "samples: both sides read the same; the oracle takes tokens, documents, weights and columns from them"
-    FILES = "files, logs and failures: no part of a step"
+    SIZE = "size of parameters: parameters of another size do not fit the formulas"
+    START = "initial weights and random numbers: runtime and oracle begin with the same ones"
+    SAMPLES = "samples: runtime and oracle read the same tokens, documents, weights and columns"
+    FILES = "files, logs and failures: the key changes nothing in a step"
     ROLLOUTS = "rollouts: `moefold verify` says that it compares none; an objective is judged by its own settings"
 
 

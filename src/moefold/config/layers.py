@@ -1,6 +1,7 @@
-"""Layers of a model as objects; only `layers_of` reads the words and the parts of a recipe.
+"""Layers of a model as objects.
 
-The interface of the parts of a layer is in `config/groups/`.
+Only `layers_of` reads the words and the parts of a recipe. The interface of the parts of a layer is in
+`config/groups/`.
 """
 
 from collections.abc import Iterator

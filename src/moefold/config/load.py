@@ -27,7 +27,7 @@ from moefold.config.part_table import (
     brief_value,
     build_table,
     is_table_value,
-    placed,
+    resolve_kind_path,
     settings_of_other_kind,
 )
 from moefold.config.plugins import raise_missing
@@ -108,7 +108,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
     An absent learning rate follows from the method of training (`config/method_defaults.py`).
 
-    A part from outside is built from its table without importing a file (see `part_table.name_files`).
+    A part from outside is built from its table without importing a file (see `part_table.import_part_files`).
 
     Raises:
         MissingPartError: the file of a part is not named, or its package is not installed.
@@ -244,7 +244,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     is_setting = bool(dot) and mark_at(f"{section}.{owner}") is not None
     value = parsed_value(text) if is_setting else _override_value(section, key, text)
     if group_at(path) is not None:
-        value = placed(value, folder)
+        value = resolve_kind_path(value, folder)
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     dropped = _merge_override(tree, [section, *(key.split(".") if is_setting else [key])], value)

@@ -62,7 +62,7 @@ SOURCE = "from"
 """Key of a recorded table with the distribution or file of the part; no field can have this name."""
 
 
-def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
+def import_part_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
     """Import the files of parts that a user names, `FILE.py:CLASS`, and record their path and sha256, in place.
 
     Args:
@@ -73,10 +73,10 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
         ConfigError: a file is missing or broken.
     """
     for section, keys in tree.items():
-        _name_files_in(section, keys, folder)
+        _import_part_files_in(section, keys, folder)
 
 
-def _name_files_in(path: str, table: Any, folder: Path) -> None:
+def _import_part_files_in(path: str, table: Any, folder: Path) -> None:
     for key, value in table.items() if isinstance(table, dict) else ():
         kind = value.get("kind") if isinstance(value, dict) else value
         # A table with a source is done already: overrides are applied after the recipe.
@@ -85,13 +85,13 @@ def _name_files_in(path: str, table: Any, folder: Path) -> None:
             kind, origin = import_file(str(kind), folder)
             table[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
         if isinstance(value, dict) and mark_at(f"{path}.{key}") is not None:
-            _name_files_in(f"{path}.{key}", table[key], folder)
+            _import_part_files_in(f"{path}.{key}", table[key], folder)
 
 
-def placed(kind: Any, folder: Path) -> Any:
+def resolve_kind_path(kind: Any, folder: Path) -> Any:
     """Return a kind FILE.py:CLASS, or a table with such a kind, with its relative path joined to a folder."""
     if isinstance(kind, dict) and "kind" in kind:
-        return {**kind, "kind": placed(kind["kind"], folder)}
+        return {**kind, "kind": resolve_kind_path(kind["kind"], folder)}
     is_file = isinstance(kind, str) and split_file_kind(kind) is not None
     return str(folder.absolute() / kind) if is_file else kind
 
@@ -216,14 +216,14 @@ def settings_of_other_kind(
     return shared, {key: value for key, value in settings.items() if key not in own_settings}
 
 
-def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+def without_outside_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table, given its path, without the parts from outside of this package."""
     filtered = {}
     for key, value in table.items():
         group = group_at(f"{path}.{key}")
         kind = value.get("kind") if isinstance(value, dict) else value
         if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
-            filtered[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
+            filtered[key] = without_outside_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
     return filtered
 
 
@@ -231,7 +231,7 @@ def toml_value(value: Any) -> str:
     """Return a value in TOML: strings, numbers, booleans and lists are written as in JSON."""
     match value:
         case Part() | Table():
-            return toml_value(shortest(value))
+            return toml_value(minimal_form(value))
         case None:
             return toml_value(NONE)
         case dict():
@@ -242,7 +242,7 @@ def toml_value(value: Any) -> str:
             return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def shortest(value: Any, base: Any = None) -> Any:
+def minimal_form(value: Any, base: Any = None) -> Any:
     """Return a part or a table in its shortest form in a recipe: without defaults, a part without settings as its kind.
 
     A part from outside keeps all its keys, because another version may change the defaults.
@@ -260,7 +260,7 @@ def shortest(value: Any, base: Any = None) -> Any:
     for key in settings_of(owner):
         before = getattr(base, key, default_of_field(owner, key))
         if (entry := getattr(value, key)) != before:
-            table[key] = shortest(entry, before)
+            table[key] = minimal_form(entry, before)
     if isinstance(value, Table):
         return table
     return {"kind": value.kind, **table} if table else value.kind
@@ -400,7 +400,9 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
             problems[key] = Problem(f"{name}.{key}", value, reason)
     legal = {key: value for key, value in table.items() if key not in problems and key not in values}
     try:
-        model = _model(part).model_validate_json(json.dumps(legal, default=lambda value: {"no setting": str(value)}))
+        model = _pydantic_model(part).model_validate_json(
+            json.dumps(legal, default=lambda value: {"no setting": str(value)})
+        )
         values |= {name.removeprefix(_PREFIX): getattr(model, name) for name in model.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):
@@ -438,7 +440,7 @@ def _hints(part: Any) -> dict[str, Any]:
 
 
 @cache
-def _model(part: Any) -> type[BaseModel]:
+def _pydantic_model(part: Any) -> type[BaseModel]:
     """Return the pydantic model that validates the settings of a part; a field without a default is required."""
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}

@@ -260,7 +260,7 @@ class _ExportPlan:
     """Tensors of the checkpoint that are not exported."""
     family: Family
     origin: WeightsOrigin
-    layout_number: int
+    layout_index: int
     """Layout of the family's tensors: of the imported folder, else the first."""
     mapping: StateDictMapping
     duplicates: dict[str, str]
@@ -287,7 +287,7 @@ class _ExportPlan:
             for name, stored in layout.tensors.items()
         }
         metadata = {name: self.metadata[name] for name in self.files if name in self.metadata}
-        return Manifest(self.family.name, self.layout_number, entries, metadata)
+        return Manifest(self.family.name, self.layout_index, entries, metadata)
 
 
 def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOptions) -> _ExportPlan:
@@ -297,8 +297,8 @@ def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOpt
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
     origin = _find_origin(sidecar_dir, family)
     duplicates = _duplicate_tensors(model, family, origin.manifest)
-    number = 0 if origin.manifest is None else origin.manifest.layout
-    mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
+    layout_index = 0 if origin.manifest is None else origin.manifest.layout
+    mapping = _add_duplicates(family_mapping(model, family.layouts[layout_index], family), duplicates)
     _check_tensors(mapping, source, checkpoint, left_out)
     dtypes = _hf_dtypes(mapping, source, options)
     quantization = plan_quantization(options.quantize, mapping, model, family)
@@ -308,7 +308,7 @@ def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOpt
         left_out=left_out,
         family=family,
         origin=origin,
-        layout_number=number,
+        layout_index=layout_index,
         mapping=mapping,
         duplicates=duplicates,
         dtypes=dtypes,
@@ -415,10 +415,10 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
             f"no family of Hugging Face models has layers of multi-token prediction (model.mtp_layers="
             f"{model.mtp_layers}) after the layers of this model; --without-mtp leaves them out"
         )
-    reasons = [f"{family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
+    reasons = [f"family {family.name}: {family_unsupported_reason(family, model)}" for family in FAMILIES.values()]
     raise ConfigError(
-        "no family of Hugging Face models computes what this model does; the nearest are (there: this model, here: "
-        "the family)\n  " + "\n  ".join(sorted(reasons, key=len)[:3])
+        "no family of Hugging Face models computes what this model does; the nearest are\n  "
+        + "\n  ".join(sorted(reasons, key=len)[:3])
     )
 
 

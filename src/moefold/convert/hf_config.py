@@ -235,7 +235,8 @@ def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
         restored = parse_model_config(family.write(model), Path(family.name))
     except ConfigError as error:
         return str(error)
-    return model_differences(model_sizes(model), replace(restored, init_std=model.init_std))
+    sides = ("in this model", "in the family")
+    return model_differences(model_sizes(model), replace(restored, init_std=model.init_std), sides=sides)
 
 
 def foreign_parts_reason(model: ModelConfig) -> str:

@@ -308,7 +308,7 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
     }
     files = sorted({stored.file for stored in folder.tensors.values()})
     metadata = {file.name: meta for file in files if (meta := read_metadata(file)) != DEFAULT_METADATA}
-    return Manifest(folder.family.name, source.layout, entries, metadata)
+    return Manifest(folder.family.name, source.layout_index, entries, metadata)
 
 
 def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:

@@ -15,7 +15,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.config.model import ModelConfig
 from moefold.config.part import without_source
 from moefold.config.part_registry import built_in_kinds
-from moefold.config.part_table import build_part, shortest, toml_value
+from moefold.config.part_table import build_part, minimal_form, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys
 from moefold.convert.hf_config import is_hf_folder
@@ -199,7 +199,7 @@ def _shortest(name: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     is_ours = value.get("kind") in built_in_kinds(part_keys()[name])
-    return shortest(build_part(name, value)) if is_ours else without_source(value)
+    return minimal_form(build_part(name, value)) if is_ours else without_source(value)
 
 
 def _may_be_path(value: Any) -> bool:

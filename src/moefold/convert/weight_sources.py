@@ -80,7 +80,7 @@ class HfSource:
         self.folder = folder
         self.model = replace(folder.model, mtp_layers=0) if leaves_out_mtp else folder.model
         self.ignored = _find_ignored(folder, self.model, leaves_out_mtp)
-        self.mapping, self.layout = _match_layout(folder, self.model, self.ignored.keys())
+        self.mapping, self.layout_index = _match_layout(folder, self.model, self.ignored.keys())
         self.shapes = self.mapping.shapes
         self.hashes: TensorHashes | None = None
         self.memory: ReusedMemory | None = None
@@ -215,7 +215,7 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
     mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, tensors))
-    layout = mappings.index(mapping)
+    layout_index = mappings.index(mapping)
     reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - tensors.keys())]
     reasons += [_unmapped_reason(name, folder, model) for name in sorted(tensors.keys() - mapping.hf_shapes.keys())]
     for name, shape in mapping.hf_shapes.items():
@@ -227,7 +227,7 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
             reasons.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if reasons:
         raise ConfigError(f"{str(folder.path)!r}: {format_list(reasons)}")
-    return mapping, layout
+    return mapping, layout_index
 
 
 def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]) -> tuple[int, int]:
@@ -239,11 +239,11 @@ def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
     """Describe the error of a tensor of a folder that is not part of the model."""
     if original := find_duplicate_tensors(model, folder.family).get(name):
-        return f"tensor {name} should be {original} again, and differs"
+        return f"tensor {name} must equal {original}, and differs"
     if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
         return (
             f"tensor {name} is of multi-token prediction, of which config.json counts {folder.family.mtp_key}="
-            f"{model.mtp_layers}; mend that, or import with --without-mtp to leave such layers out"
+            f"{model.mtp_layers}; correct it, or import with --without-mtp to leave such layers out"
         )
     if is_mtp_tensor(name, model.num_layers):
         return (

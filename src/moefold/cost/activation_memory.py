@@ -280,7 +280,11 @@ def activation_memory(
     kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
 ) -> ActivationMemory:
-    """Return the activation memory of a recipe that `check_config` passed; `recompute` None: its recomputed parts."""
+    """Return the activation memory of a recipe that `check_config` passed.
+
+    Args:
+        recompute: parts of a layer that are recomputed; None: as the recipe says.
+    """
     layer = cfg.model.decoder_layers[0]
     return ActivationMemory(
         model=cfg.model,

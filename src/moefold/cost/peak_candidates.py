@@ -136,9 +136,9 @@ class StepSnapshots:
     def few_candidates(self) -> MemorySnapshots:
         """Return a cheap lower bound of the peak: for three ranks, the snapshots with the most layers in flight.
 
-        These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
-        frequent kind. In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
-        Messages are not counted: they take the rows of all ranks.
+        The three ranks are the first one, the last one, and one with the most layers: among equal ones, the rank with
+        the most layers of the model's most frequent kind. Where passes run in overlapped pairs, the snapshot before a
+        pair is taken, which does not depend on recomputation. Messages are left out: they need the rows of all ranks.
         """
         kinds = [[kind for stage in stages for kind in self.chunks[stage].kinds] for stages in self.stages_by_rank]
         frequent = Counter(chain.from_iterable(kinds)).most_common(1)
@@ -310,8 +310,8 @@ class StepSnapshots:
     def _in_flight(self, chunk: ModelChunk) -> Counts:
         """Return the counts of a chunk between its passes.
 
-        Its input stays, and its output is the next stage's, unless the head needs it. Where layers save their outputs,
-        that is one hidden state less.
+        A chunk keeps its input. Its output belongs to the next stage, except where the head reads it. Where layers save
+        their outputs, a chunk therefore keeps one hidden state less.
         """
         row = self._saved(chunk)
         is_empty = not (chunk.has_embedding or chunk.kinds)

@@ -22,7 +22,7 @@ def recipe_stages(cfg: Config) -> tuple[list[ModelChunk], list[list[int]]]:
     """Return the layers of each stage, and the stage indices of each pipeline rank."""
     plan = plan_stages(cfg)
     chunks = [recipe_chunk(cfg.model, stage.parts) for stage in plan.stages]
-    return chunks, [[stage.number for stage in plan.stages_of_rank(rank)] for rank in range(cfg.parallel.pp)]
+    return chunks, [[stage.index for stage in plan.stages_of_rank(rank)] for rank in range(cfg.parallel.pp)]
 
 
 @dataclass(frozen=True, slots=True)

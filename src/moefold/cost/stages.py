@@ -1,4 +1,7 @@
-"""Pipeline stages of a recipe: resolve `parallel.pipeline_layout`; "auto" balances FLOPs and memory."""
+"""Pipeline stages of a recipe: resolve `parallel.pipeline_layout`.
+
+`auto` balances FLOPs and memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -110,7 +110,7 @@ class BestFitSamples(SampleSource):
         ]
         self._first_parts = np.concatenate([*begins, [num_parts]]).astype(np.int64)
         # An estimate: the last token of a sample is not an input, but counts here.
-        self.filled = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
+        self.fill_fraction = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
 
     def __len__(self) -> int:
         return len(self._first_parts) - 1

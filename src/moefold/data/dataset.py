@@ -5,7 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +14,15 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.schema import Config
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import (
     IndexAnnotatedSamples,
     IndexRanges,
-    Mixture,
+    MixtureSampler,
     PackedSamples,
     Sampler,
-    Split,
+    SplitSampler,
     split_samples,
 )
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
@@ -113,6 +114,27 @@ class ProgramData:
                 )
 
 
+class DatasetRequest(TypedDict):
+    """Arguments of `open_dataset` and `prepare` that a recipe determines."""
+
+    data: DataConfig
+    seq_len: int
+    vocab_size: int
+    seed: int
+    align: AlignConfig
+
+
+def dataset_request(cfg: Config) -> DatasetRequest:
+    """Return the arguments that open the data of a recipe."""
+    return {
+        "data": cfg.data,
+        "seq_len": cfg.train.seq_len,
+        "vocab_size": cfg.model.vocab_size,
+        "seed": cfg.run.seed,
+        "align": cfg.align,
+    }
+
+
 def open_dataset(
     data: DataConfig,
     *,
@@ -187,8 +209,8 @@ class _DatasetBuilder:
             paths = (data.path,) if isinstance(data.path, str) else data.path
             sources = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
             return Dataset(
-                Mixture([source.train for source in sources], data.weights),
-                Mixture([source.validation for source in sources], data.weights),
+                MixtureSampler([source.train for source in sources], data.weights),
+                MixtureSampler([source.validation for source in sources], data.weights),
                 tokenizer,
             )
         if self.token_file_set is None and data.drops_files:
@@ -211,8 +233,8 @@ class _DatasetBuilder:
             return Dataset(self._all_of(source), self._held_out_split(tokenizer), tokenizer)
         training, validation = split_samples(len(source), data.validation_fraction)
         return Dataset(
-            Split(source, training, order_key=self._order_key),
-            Split(source, validation, order_key=_VALIDATION_ORDER, split_name=_VALIDATION),
+            SplitSampler(source, training, order_key=self._order_key),
+            SplitSampler(source, validation, order_key=_VALIDATION_ORDER, split_name=_VALIDATION),
             tokenizer,
         )
 
@@ -259,20 +281,22 @@ class _DatasetBuilder:
             return IndexAnnotatedSamples(stream, self.seq_len)
         return PackedSamples(stream, self.seq_len, data.document_end)
 
-    def _all_of(self, source: SampleSource) -> Split:
-        return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
+    def _all_of(self, source: SampleSource) -> SplitSampler:
+        return SplitSampler(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
 
-    def _held_out_split(self, tokenizer: Tokenizer) -> Split:
+    def _held_out_split(self, tokenizer: Tokenizer) -> SplitSampler:
         """Return the split named by data.validation_split, which is cached, as it is read at every evaluation."""
         if not self.data.validation_split:
-            return Split(
+            return SplitSampler(
                 SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
                 IndexRanges(()),
                 order_key=None,
                 split_name=_VALIDATION,
             )
         source = self._source(tokenizer, self.data.validation_split)
-        return Split(source, IndexRanges((range(len(source)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION)
+        return SplitSampler(
+            source, IndexRanges((range(len(source)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
+        )
 
     def _stream(self, tokenizer: Tokenizer) -> Sampler:
         from moefold.data.huggingface import text_tables
@@ -313,7 +337,7 @@ class _DatasetBuilder:
             training, validation = pack_conversations(
                 data, conversations, **sizes, reports=self.is_first, select=select
             )
-        held_out = Split(
+        held_out = SplitSampler(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
         return Dataset(self._all_of(training), held_out, tokenizer, reference)

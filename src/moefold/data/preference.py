@@ -1,7 +1,7 @@
-"""Preference data: pairs of completions, or completions with a label; a row has both sequences of a pair.
+"""Preference data: pairs of completions, or completions with a label.
 
-The formats are TRL's: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with the prompt as their common
-prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
+A row has both sequences of a pair. The formats are TRL's: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with
+the prompt as their common prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
 """
 
 import logging

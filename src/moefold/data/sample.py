@@ -79,7 +79,7 @@ class SampleSource(ABC):
     """Token that ends a document and belongs to it, for document numbers; -1: none."""
     has_annotations: bool = False
     """Samples may have document ids or target weights."""
-    filled: float = 1.0
+    fill_fraction: float = 1.0
     """Share of all samples' inputs that are not padding, 0 to 1; an estimate for parts of the data."""
 
     @abstractmethod

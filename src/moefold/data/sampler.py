@@ -206,12 +206,12 @@ class IndexAnnotatedSamples(PackedSamples):
         return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
-class SampleNumbers(Protocol):
+class SampleCatalog(Protocol):
     """Numbered samples or prompts of a run, which count its progress through the data."""
 
     has_annotations: bool
     """Samples may have document ids or target weights."""
-    filled: float
+    fill_fraction: float
     """Share of the inputs that are not padding, 0 to 1."""
 
     def __len__(self) -> int:
@@ -258,8 +258,8 @@ class Sampler(SampleSource):
         """
         if self.is_all_dropped:
             raise RunError(
-                f"no {self.split_name} sample is left: the files of all of them are left out "
-                "(data.corrupt='skip'); restore them, or give the run other data"
+                f"every {self.split_name} sample belongs to a skipped file (data.corrupt='skip'); restore the files, "
+                "or give the run other data"
             )
         return next_indices(first, count, skipped_ranges, self.is_dropped if self.num_dropped else None)
 
@@ -304,7 +304,7 @@ def next_indices(
     return indices
 
 
-class Split(Sampler):
+class SplitSampler(Sampler):
     """Training or validation samples, in the order of a run.
 
     Sample n depends only on n: on the epoch n // len(split) and the position in that epoch's order. The position of a
@@ -324,7 +324,7 @@ class Split(Sampler):
         self.split_name = split_name
         self.has_annotations = source.has_annotations
         # Samples of the source may also belong to other parts.
-        self.filled = source.filled
+        self.fill_fraction = source.fill_fraction
         self._source = source
         self._members = members
         self._order_key = order_key
@@ -382,33 +382,35 @@ _MODULUS = 2**64
 _OFFSET = _MODULUS // 2
 
 
-class Mixture(Sampler):
+class MixtureSampler(Sampler):
     """Samplers interleaved by their shares; each advances independently, in its own epochs."""
 
-    def __init__(self, sources: Sequence[Sampler], shares: Sequence[float]) -> None:
+    def __init__(self, samplers: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Interleave samplers of the same sequence length by their shares, above 0, in any unit."""
-        self.seq_len = sources[0].seq_len
-        self.split_name = sources[0].split_name
-        self._parts = tuple(sources)
+        self.seq_len = samplers[0].seq_len
+        self.split_name = samplers[0].split_name
+        self._samplers = tuple(samplers)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
-        self.has_annotations = any(source.has_annotations for source in sources)
-        self.filled = sum(share * source.filled for share, source in zip(self._shares, sources, strict=True))
+        self.has_annotations = any(sampler.has_annotations for sampler in samplers)
+        self.fill_fraction = sum(
+            share * sampler.fill_fraction for share, sampler in zip(self._shares, samplers, strict=True)
+        )
         ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
         self._ends = [*ends[:-1], _MODULUS]
 
     def __len__(self) -> int:
-        """Return the length of a mixture epoch: the number of samples before any part repeats."""
-        if not all(len(source) for source in self._parts):
+        """Return the length of a mixture epoch: the number of samples before any sampler repeats."""
+        if not all(len(sampler) for sampler in self._samplers):
             return 0
-        first = int(min(len(source) / share for source, share in zip(self._parts, self._shares, strict=True)))
+        first = int(min(len(sampler) / share for sampler, share in zip(self._samplers, self._shares, strict=True)))
         # The exact counts differ from the shares by a few samples.
-        while any(self._count(number, first) > len(source) for number, source in enumerate(self._parts)):
+        while any(self._count(number, first) > len(sampler) for number, sampler in enumerate(self._samplers)):
             first -= 1
         return first
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the part that sample `index` comes from, and the sample's index there."""
+        """Return the position of the sampler that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         number = bisect_right(self._ends, (index * GOLDEN + _OFFSET) % _MODULUS)
@@ -417,46 +419,46 @@ class Mixture(Sampler):
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""
         number, index_there = self.locate(index)
-        return self._parts[number].annotated_sample(index_there)
+        return self._samplers[number].annotated_sample(index_there)
 
     def origin(self, index: int) -> str:
-        """Return the sample's part, and its origin there."""
+        """Return the sample's sampler, and its origin there."""
         number, index_there = self.locate(index)
-        return f"part {number}, {self._parts[number].origin(index_there)}"
+        return f"part {number}, {self._samplers[number].origin(index_there)}"
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files in all parts; each part ignores the names of other parts."""
+        """Drop files in all samplers; each ignores the names of files of others."""
         dropped_names = frozenset(names)
-        for source in self._parts:
-            source.drop_files(dropped_names)
+        for sampler in self._samplers:
+            sampler.drop_files(dropped_names)
 
     def is_dropped(self, index: int) -> bool:
-        """Return whether the sample is dropped in its part."""
+        """Return whether the sample is dropped in its sampler."""
         number, index_there = self.locate(index)
-        return self._parts[number].is_dropped(index_there)
+        return self._samplers[number].is_dropped(index_there)
 
     @property
     def num_dropped(self) -> int:
-        """Estimated number of dropped samples in an epoch, from each part's share."""
+        """Estimated number of dropped samples in an epoch, from each sampler's share."""
         length = len(self)
         fractions = [
-            source.num_dropped / len(source) * self._count(number, length)
-            for number, source in enumerate(self._parts)
-            if len(source)
+            sampler.num_dropped / len(sampler) * self._count(number, length)
+            for number, sampler in enumerate(self._samplers)
+            if len(sampler)
         ]
-        if all(source.num_dropped == len(source) for source in self._parts):
+        if all(sampler.num_dropped == len(sampler) for sampler in self._samplers):
             return length
         return min(length - 1, math.ceil(sum(fractions)))
 
     def state(self, index: int) -> Any:
-        """Return the states of the parts; None if no part has a state."""
-        states = [source.state(self._count(number, index)) for number, source in enumerate(self._parts)]
+        """Return the states of the samplers; None if none has a state."""
+        states = [sampler.state(self._count(number, index)) for number, sampler in enumerate(self._samplers)]
         return None if all(state is None for state in states) else states
 
     def restore(self, state: Any) -> None:
-        """Restore the state of each part."""
-        for source, part_state in zip(self._parts, state or [], strict=False):
-            source.restore(part_state)
+        """Restore the state of each sampler."""
+        for sampler, sampler_state in zip(self._samplers, state or [], strict=False):
+            sampler.restore(sampler_state)
 
     def _count(self, number: int, num_samples: int) -> int:
         start = self._ends[number - 1] if number else 0
@@ -498,7 +500,7 @@ class StridedSampler(Sampler):
         self.seq_len = source.seq_len
         self.split_name = source.split_name
         self.has_annotations = source.has_annotations
-        self.filled = source.filled
+        self.fill_fraction = source.fill_fraction
         self._source = source
         self._count = count
         self._number = number

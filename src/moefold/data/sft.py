@@ -166,7 +166,7 @@ class PackedMembers(SampleSource):
         """Tokens of the members, without padding."""
         packing = pack_best_fit(lengths.tolist(), seq_len + 1)
         self._bins = [members[packed] for packed in packing]
-        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
+        self.fill_fraction = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
 
     def __len__(self) -> int:
         return len(self._bins)

@@ -1,8 +1,8 @@
-"""Program of the subprocess that renders chat templates; imports only Jinja and the standard library.
+"""Program of the subprocess that renders chat templates.
 
-A template of a tokenizer is untrusted. Jinja's sandbox prevents access to files and Python objects, but not endless
-loops and texts. The template therefore runs in a separate process, with limits on memory and on the CPU time of each
-conversation.
+It imports only Jinja and the standard library. A template of a tokenizer is untrusted. Jinja's sandbox prevents access
+to files and Python objects, but not endless loops and texts. The template therefore runs in a separate process, with
+limits on memory and on the CPU time of each conversation.
 
 `limited_worker.py` runs it. The first request compiles the template; all other requests render conversations.
 """

@@ -1,4 +1,7 @@
-"""Client of the subprocess that runs a tokenizer; it is restarted after it exceeded a limit, and after a fork."""
+"""Client of the subprocess that runs a tokenizer.
+
+It is restarted after it exceeded a limit, and after a fork.
+"""
 
 import hashlib
 import json

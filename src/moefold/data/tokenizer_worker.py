@@ -1,7 +1,8 @@
-"""Program of the subprocess that runs a tokenizer; imports only `tokenizers` and the standard library.
+"""Program of the subprocess that runs a tokenizer.
 
-A tokenizer.json is untrusted: its normalizer may expand a short text to gigabytes, and its regular expressions may not
-terminate. It therefore runs in a separate process, with limits on memory and on the CPU time of each request.
+It imports only `tokenizers` and the standard library. A tokenizer.json is untrusted: its normalizer may expand a short
+text to gigabytes, and its regular expressions may not terminate. It therefore runs in a separate process, with limits
+on memory and on the CPU time of each request.
 
 `limited_worker.py` runs it. The first request loads a tokenizer.json, or vocab.json and merges.txt; the second request
 has the declarations of the files next to it (`read_tokenizer_folder`).

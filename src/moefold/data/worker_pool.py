@@ -1,4 +1,7 @@
-"""Process pool for tokenisation; workers end with their parent, even if it is killed."""
+"""Process pool for tokenisation.
+
+Workers end with their parent, even if it is killed.
+"""
 
 import contextlib
 import multiprocessing

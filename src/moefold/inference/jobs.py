@@ -50,8 +50,8 @@ from moefold.inference.text import (
 )
 from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.memory_check import check_inference, choose_checked_device
+from moefold.ops.kernel_support import check_kernel_device
 from moefold.validate.rollout_experts import check_fetching_ranks
-from moefold.validate.train import check_kernel_device
 
 MAX_GENERATED_AT_ONCE = 64
 """Prompts that a data-parallel rank continues at once."""

@@ -1,4 +1,7 @@
-"""Checked jobs of `moefold rollout`, made before any rank starts, without torch on the CPU; messages name options."""
+"""Checked jobs of `moefold rollout`, made before any rank starts, without torch on the CPU.
+
+Messages name options.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

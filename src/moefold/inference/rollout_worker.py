@@ -9,7 +9,7 @@ import numpy as np
 
 from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.rollout_job import ROLLOUT_NAMES, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
@@ -38,7 +38,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
             request.out.open("w", encoding="utf-8") if is_first else nullcontext() as file,
         ):
             collector = RolloutCollector(
-                RolloutEngine(loaded.model, job.settings, request.sampling),
+                GenerationEngine(loaded.model, job.settings, request.sampling),
                 reward,
                 tokenizer,
                 loaded.groups,
@@ -72,7 +72,7 @@ class RolloutSummary:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._scores: list[np.ndarray] = []
-        self._parts: list[Mapping[str, np.ndarray]] = []
+        self._scores_by_function: list[Mapping[str, np.ndarray]] = []
         self._num_tokens = 0
         self._num_truncated = 0
         self._rollout_s = 0.0
@@ -82,7 +82,7 @@ class RolloutSummary:
         self._rollout_s += rollout_s
         for group in groups:
             self._scores.append(group.scores)
-            self._parts.append(group.parts)
+            self._scores_by_function.append(group.by_function)
             self._num_tokens += sum(len(rollout.tokens) for rollout in group.rollouts)
             self._num_truncated += sum(rollout.is_truncated for rollout in group.rollouts)
 
@@ -97,7 +97,7 @@ class RolloutSummary:
             "rollouts": scores_PG.size,
             "reward": float(scored.mean()) if scored.size else None,
             "reward_std": float(scored.std()) if scored.size else None,
-            "rewards": mean_rewards(self._parts),
+            "rewards": mean_rewards(self._scores_by_function),
             "pass_at": {str(k): pass_at_k(right_P, self._samples, k) for k in sizes},
             "truncated": self._num_truncated / scores_PG.size,
             "tokens": self._num_tokens,

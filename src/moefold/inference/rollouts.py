@@ -57,10 +57,10 @@ class CollectedRollouts:
 
 
 class CompletionEngine(Protocol):
-    """Generator of completions: `RolloutEngine`, or a server. Collective over the ranks of a mapping."""
+    """Generator of completions: `GenerationEngine`, or a server. Collective over the ranks of a mapping."""
 
     def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
-        """Return a completion of every request, in their order; see `RolloutEngine.generate`."""
+        """Return a completion of every request, in their order; see `GenerationEngine.generate`."""
         ...
 
 
@@ -175,7 +175,7 @@ class RolloutCollector:
         ids = [[rollout.tokens.tolist() for rollout in group] for group in groups]
         scores = self._reward.score(prompts, texts, ids, self._groups.recorder.note_progress)
         return [
-            RolloutGroup(prompt, group, score.total, adjust(score.total, group), score.parts)
+            RolloutGroup(prompt, group, score.total, adjust(score.total, group), score.by_function)
             for prompt, group, score in zip(prompts, groups, scores, strict=True)
         ]
 
@@ -209,8 +209,8 @@ def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], st
             "tokens": len(rollout.tokens),
             "log_prob": float(rollout.log_probs.sum()),
         }
-        if group.parts:
-            record["rewards"] = {name: _number(scores[i]) for name, scores in group.parts.items()}
+        if group.by_function:
+            record["rewards"] = {name: _number(scores[i]) for name, scores in group.by_function.items()}
         records.append({**group.prompt.columns, **record})
     return records
 

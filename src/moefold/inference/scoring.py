@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, broadcast_object
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
@@ -148,7 +148,7 @@ class ServedModel:
         ]
         dp = self.loaded.groups.attn.dp
         settings = EngineSettings(slots=request.batch_size, cache_gib=0)
-        engine = RolloutEngine(self.loaded.model, settings, request.sampling)
+        engine = GenerationEngine(self.loaded.model, settings, request.sampling)
         completions = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
         shares = all_gather_objects(completions, dp)
         return [shares[i % dp.size][i // dp.size] for i in range(len(requests))]

@@ -14,7 +14,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part_registry import built_in_kinds, find_part
-from moefold.config.part_table import name_files
+from moefold.config.part_table import import_part_files
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -119,7 +119,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     """
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
-    name_files(tree)
+    import_part_files(tree)
     _refuse_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
     raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)

@@ -1,4 +1,7 @@
-"""Sampling of rollouts by a vLLM server; weights are sent through a folder, requests by a rank of each dp rank."""
+"""Sampling of rollouts by a vLLM server.
+
+Weights are sent through a folder, requests by a rank of each dp rank.
+"""
 
 import time
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ import torch
 from moefold.comm.collectives import all_gather_objects
 from moefold.data.tokenizer import Tokenizer
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.engine import RolloutEngine, TokenCallback
+from moefold.inference.engine.engine import GenerationEngine, TokenCallback
 from moefold.inference.engine.requests import Completion
 from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import joined_job, load_model, report_decoding
@@ -126,7 +126,7 @@ def _generate(
     if output is not None:
         output.begin()
     dp = loaded.groups.attn.dp
-    completions = RolloutEngine(loaded.model, job.settings, job.sampling).generate(
+    completions = GenerationEngine(loaded.model, job.settings, job.sampling).generate(
         job.requests[dp.rank :: dp.size],
         on_token,
         (lambda _, tokens: has_stop_string(tokenizer, [job.stop_string], tokens)) if job.stop_string else None,

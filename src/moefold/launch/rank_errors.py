@@ -130,7 +130,7 @@ class RankErrorHandler:
         """Exit after a collective failed, with a diagnosis of the lost rank; return if there is no explanation."""
         # Our own launcher names the first rank that exited; torchrun does not, and has no step to report.
         if self._watchdog is not None and not self._rank_env.record_paths:
-            self._watchdog.explain_lost_peer(error)
+            self._watchdog.diagnose_lost_peer_and_exit(error)
         if self._is_stop_requested():
             time.sleep(NONZERO_RANK_DELAY_S)
             self._deregister_and_exit(SIGNAL_STATUS + signal.SIGTERM)

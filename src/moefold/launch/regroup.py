@@ -59,8 +59,8 @@ class NoRankLostError(Exception):
 
 
 @dataclass(frozen=True)
-class RankGeneration:
-    """The ranks that train together until one of them is lost."""
+class RankMembership:
+    """The ranks of a generation: they train together until one of them is lost."""
 
     number: int
     """0 for the ranks that were started."""
@@ -139,7 +139,7 @@ class Regroup:
         self._poll_s = max(POLL_S, rank_env.world_size / 5000)
         self._connection: dist.Store | None = None
         self._group_stores: list[_GenerationStore] = []
-        self.current = RankGeneration(0, tuple(range(rank_env.world_size)))
+        self.current = RankMembership(0, tuple(range(rank_env.world_size)))
 
     def open_first_store(self) -> dist.Store:
         """Connect to the job's store after the rendezvous, and return the store of the first generation's groups."""
@@ -203,7 +203,7 @@ class Regroup:
         """Return whether a member of the current generation is lost."""
         return not self.lost().isdisjoint(self.current.members)
 
-    def next(self, facts: Any, choose: ChooseMembers) -> RankGeneration:
+    def next(self, facts: Any, choose: ChooseMembers) -> RankMembership:
         """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
@@ -233,7 +233,7 @@ class Regroup:
         if "refused" in proposal:
             raise RunError(proposal["refused"])
         args: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in proposal.items()}
-        self.current = RankGeneration(**args)
+        self.current = RankMembership(**args)
         if self._rank not in self.current.ranks:
             raise RunError(
                 f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"
@@ -349,7 +349,7 @@ class Regroup:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return
         spares = tuple(rank for rank in survivors if rank not in members)
-        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost_ranks, plan)
+        generation = RankMembership(self.current.number + 1, tuple(members), spares, lost_ranks, plan)
         self._store.compare_set(key, "", json.dumps(asdict(generation)))
 
     def _arrived(self, number: int) -> dict[int, Any]:

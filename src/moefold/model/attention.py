@@ -29,6 +29,7 @@ from moefold.ops.block_attention import (
     attention_block_backward,
     causal_sdpa,
     fold_in_sinks,
+    is_causal,
     scale_queries,
     sink_gradient,
 )
@@ -298,10 +299,9 @@ class CausalAttention:
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
         kernel: CAttention | CausalKernel | None = self.kernel if takes_limits else None
-        block_kernel = self.block_kernel
-        is_causal = isinstance(block_mask, str) and block_mask == "causal"
-        if sinks is not None and kernel is None and block_kernel is not None and is_causal:
-            kernel = block_kernel if block_kernel.supports(q, k, v) else None
+        blocks = self.block_kernel
+        if sinks is not None and kernel is None and blocks is not None and is_causal(block_mask):
+            kernel = blocks if blocks.supports(q, k, v) else None
         # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.
         if (
             sinks is not None

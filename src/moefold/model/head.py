@@ -121,6 +121,7 @@ class ModelOutput:
     Arguments and results are batch-first, like the columns of a batch. Every tp rank computes the same results.
 
     Args:
+        hidden: normalised hidden states, `[S/(cp*tp), B, H]`.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
         is_training: False in evaluation, whose loss has no terms that only regularise.
     """

@@ -1,7 +1,7 @@
-"""Interfaces of tensor and context parallelism; the base classes are their implementations on one rank.
+"""Interfaces of tensor and context parallelism.
 
-A module handles sequence shards through `SequenceParallel` and vocabulary shards through `VocabParallel`; the
-communicating implementations are in `moefold.parallel`.
+The base classes are their implementations on one rank. A module handles sequence shards through `SequenceParallel` and
+vocabulary shards through `VocabParallel`; the communicating implementations are in `moefold.parallel`.
 """
 
 from collections.abc import Callable, Sequence

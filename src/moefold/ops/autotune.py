@@ -1,4 +1,7 @@
-"""Autotuning: measure equivalent implementations once for each shape; all ranks choose the same implementation."""
+"""Autotuning: measure equivalent implementations once for each shape.
+
+All ranks choose the same implementation.
+"""
 
 import logging
 import math
@@ -77,9 +80,10 @@ class Autotuner:
         self._names: dict[TuningKey, tuple[str, ...]] = {}
 
     def choose(self, key: TuningKey, candidates: Candidates) -> str:
-        """Return the name of the candidate to run; synchronises with the device when it measures.
+        """Return the name of the candidate to run.
 
-        Without times of this octave it takes the choice of the nearest octave with times, of two the smaller.
+        Synchronises with the device when it measures. Without times of this octave, the nearest octave with times
+        decides; of two equally near octaves, the smaller one.
 
         Args:
             key: parameters that determine the time.
@@ -194,13 +198,13 @@ def merge_times(times_of_ranks: Iterable[Times]) -> Times:
     return {
         operation: usable
         for operation, by_octave in merged.items()
-        if (usable := {o: times_s for o, times_s in by_octave.items() if any(map(math.isfinite, times_s.values()))})
+        if (usable := {o: times_ms for o, times_ms in by_octave.items() if any(map(math.isfinite, times_ms.values()))})
     }
 
 
 def _comparable(times: Times, operation: str, names: tuple[str, ...]) -> dict[int, CandidateTimes]:
     """Return the times of an operation by octave; times of other candidates do not count."""
-    return {octave: times_s for octave, times_s in times.get(operation, {}).items() if times_s.keys() == set(names)}
+    return {octave: times_ms for octave, times_ms in times.get(operation, {}).items() if times_ms.keys() == set(names)}
 
 
 def _text(value: Hashable) -> str:

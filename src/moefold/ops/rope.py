@@ -1,4 +1,7 @@
-"""Rotary position embedding (RoPE); on CPU half-split pairs are rotated without temporaries or tensors saved from x."""
+"""Rotary position embedding (RoPE).
+
+On CPU half-split pairs are rotated without temporaries or tensors saved from x.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

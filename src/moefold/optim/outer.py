@@ -89,12 +89,12 @@ class OuterOptimizer(OuterWeights):
         """Record that a due outer step does not take place; local."""
 
     @property
-    def carried(self) -> int:
-        """The method's own number in the state that a joining site takes over from another site, 64 bits; 0: none."""
+    def transferred_state(self) -> int:
+        """64-bit integer of the method, copied to a site that joins; 0: unused."""
         return 0
 
-    @carried.setter
-    def carried(self, number: int) -> None:
+    @transferred_state.setter
+    def transferred_state(self, number: int) -> None:
         assert number == 0
 
     @torch.no_grad()
@@ -133,7 +133,9 @@ class OuterOptimizer(OuterWeights):
         # Weights that are not finite, which the sites do not read, leave no residual for the next round.
         rounding = torch.where(rounding.isfinite(), rounding, 0.0)
         names = self.names(fragments)
-        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, rounding), strict=True):
+        for (_, (residual,)), values in zip(
+            self.visit(names, ["residual"]), self.vector_slices(names, rounding), strict=True
+        ):
             residual.copy_(values)
 
     @torch.no_grad()
@@ -157,7 +159,7 @@ class OuterOptimizer(OuterWeights):
         norms = OuterNorms()
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
-        vectors = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
+        vectors = (self.vector_slices(names, delta), self.vector_slices(names, mean, is_mean=True))
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(norms, name, weights, own_d, mean_g)
@@ -202,7 +204,7 @@ class OuterOptimizer(OuterWeights):
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])
-        vectors = (self.parts(names, pending.delta), self.parts(names, pending.mean, is_mean=True))
+        vectors = (self.vector_slices(names, pending.delta), self.vector_slices(names, pending.mean, is_mean=True))
         for (name, (weights,)), own_d, mean_g in zip(visits, *vectors, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 
@@ -223,5 +225,5 @@ class OuterOptimizer(OuterWeights):
 
     def set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0) -> None:
         """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers; local."""
-        for buffer, values in self.parts_of_buffers(mean, fragments):
+        for buffer, values in self.buffer_slices(mean, fragments):
             mix(buffer, values, keep_local)

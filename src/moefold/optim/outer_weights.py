@@ -114,11 +114,11 @@ class OuterWeights:
         return [item for item in self._buffers.items() if fragment_of(item[0], self._num_fragments) in fragments]
 
     def width(self, name: str, *, is_mean: bool = False) -> int:
-        """Return the elements of a parameter in the vector of a round: whole blocks of the code.
+        """Return the number of elements of a parameter in the vector of a round: whole blocks of the code.
 
         Args:
             name: name of the parameter.
-            is_mean: the vector is the mean of a `PendingRound`.
+            is_mean: True: the vector is the mean of a `PendingRound`. False: it is the result of `difference`.
         """
         numel = self.select(name, local_tensor(self._parameters[name].data)).numel()
         return -(-numel // self.code.block) * self.code.block
@@ -132,17 +132,17 @@ class OuterWeights:
         return mean.clone()
 
     def visit(self, names: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield each parameter's name with its local states on the device, to be changed in place."""
+        """Yield the name of each parameter and its local states on the device, which the caller changes in place."""
         states = [[self._states[kind][name] for kind in kinds if self._states[kind]] for name in names]
         yield from zip(names, self._store.prefetch(states), strict=True)
 
-    def parts(self, names: Sequence[str], vector: Tensor, *, is_mean: bool = False) -> Iterator[Tensor]:
-        """Yield the part of each parameter in the vector of a round, in the parameter's shape, type and device.
+    def vector_slices(self, names: Sequence[str], vector: Tensor, *, is_mean: bool = False) -> Iterator[Tensor]:
+        """Yield the slice of each parameter in the vector of a round, in the parameter's shape, type and device.
 
         Args:
             names: the parameters of the round.
-            vector: result of `difference`; with `is_mean`, the mean of a `PendingRound`.
-            is_mean: see `vector`.
+            vector: the vector.
+            is_mean: True: the vector is the mean of a `PendingRound`. False: it is the result of `difference`.
         """
         first = 0
         for name in names:
@@ -151,8 +151,8 @@ class OuterWeights:
             yield vector[first : first + like.numel()].to(theta).view(like.shape)
             first += self.width(name, is_mean=is_mean)
 
-    def parts_of_buffers(self, mean: Tensor, fragments: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each buffer with its part of the mean of a round."""
+    def buffer_slices(self, mean: Tensor, fragments: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each buffer with its slice of the mean of a round."""
         first = self._num_in_mean(fragments)
         for _, buffer in self._buffers_of(fragments):
             yield buffer, mean[first : first + buffer.numel()].view(buffer.shape).to(buffer)
@@ -267,7 +267,7 @@ class OuterWeights:
         """
         entries = {}
         names = self.names(fragments)
-        pieces = (None,) * len(names) if mean is None else self.parts(names, mean, is_mean=True)
+        pieces = (None,) * len(names) if mean is None else self.vector_slices(names, mean, is_mean=True)
         for name, values in zip(names, pieces, strict=True):
             tensor = torch.zeros_like(self._parameters[name].data)
             if values is not None:

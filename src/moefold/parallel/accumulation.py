@@ -87,7 +87,6 @@ class OverlappedAccumulation(Accumulation):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """See base class."""
-        self._recorder.set_phase("evaluation")
         total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
             for tokens, keywords in batch.micro_batches(self._count(batch)):

@@ -49,15 +49,15 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "Att
     """Return the attention planner of the layers; None if nothing is planned, or nothing must be sent."""
     context = chosen_in(parallel, ContextPart)
     plan = context.plan
-    moves_work = plan.balances_hosts and (plan.pool or groups.attn.dp_cp.size) > 1
+    moves_work = plan.balances_compute_ranks and (plan.pool or groups.attn.dp_cp.size) > 1
     if not context.is_planned or not (groups.attn.cp.size > 1 or moves_work or plan.placement == BALANCED):
         return None
-    from moefold.parallel.planned_attention import AttentionPlanner, nodes_of_round
+    from moefold.parallel.planned_attention import AttentionPlanner, nodes_of_set
     from moefold.topology.attention_plan import plan_attention
 
-    if not plan.balances_hosts:
+    if not plan.balances_compute_ranks:
         return AttentionPlanner(groups)
-    nodes = nodes_of_round(groups)
+    nodes = nodes_of_set(groups)
     return AttentionPlanner(
         groups, partial(plan_attention, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes)
     )

@@ -188,7 +188,7 @@ class _PhaseRecorder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> CallContext | None:
         if not self._stage.training:
-            self._recorder.set_phase("evaluation")
+            # The caller names these passes: sampling, log-probabilities or a validation.
             return None
         if self._step != self._recorder.step:
             self._step = self._recorder.step

@@ -58,7 +58,7 @@ class PipelineRunner:
             self._pipeline_stages.append(
                 PipelineStage(
                     module,
-                    placed.number,
+                    placed.index,
                     num_stages,
                     wgrad_store=self._make_wgrad_store(module, zero),
                     reduces_at_end=zero < 2 and not overlaps,

@@ -103,7 +103,7 @@ class PipelineSchedule:
         comm_timer: CommTimer,
         pairs: "OverlappedPairs | None" = None,
     ) -> None:
-        self._stages = {stage.number: stage for stage in stages}
+        self._stages = {stage.index: stage for stage in stages}
         self._num_stages = num_stages
         self._plan = plan
         self._messages = messages
@@ -180,8 +180,10 @@ class OverlappedPairs:
         self._recorder = recorder
 
     def record(self, *actions: Action) -> None:
-        """Record the actions of a slot as a phase of the step."""
+        """Record the actions of a slot as a phase of the step; without gradients, the caller names the phase."""
+        if not torch.is_grad_enabled():
+            return
         passes = [
             f"{PASSES[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}" for action in actions
         ]
-        self._recorder.set_phase(" overlapped with ".join(passes) if torch.is_grad_enabled() else "evaluation")
+        self._recorder.set_phase(" overlapped with ".join(passes))

@@ -31,7 +31,7 @@ class PipelineStage:
     def __init__(
         self,
         module: nn.Module,
-        number: int,
+        index: int,
         num_stages: int,
         *,
         wgrad_store: WeightGradStore | None = None,
@@ -39,9 +39,9 @@ class PipelineStage:
         resumable: Callable[..., Resumable[Tensor]] | None = None,
         on_backward_end: Callable[[], None] | None = None,
     ) -> None:
-        self.number = number
-        self.is_first = number == 0
-        self.is_last = number == num_stages - 1
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
         self.loss_terms: list[Tensor] = []
         """Output of each forward pass of the last stage, detached."""
         self._module = module

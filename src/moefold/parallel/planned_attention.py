@@ -1,10 +1,10 @@
 """Planned attention: only visible (query, key) pairs are computed, and only the rows that they need are sent.
 
-Every rank computes the plan of a round (`topology/attention_plan.py`) from the bounds of its documents, which the host
-knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the host of
-their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks are not merged,
-and the placement of the tokens changes only rounding. The backward pass sends the rows again, then the gradients back,
-which are added in the order of the ranks.
+Every rank computes the plan of a micro-batch set (`topology/attention_plan.py`) from the bounds of its documents, which
+the host knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the
+compute rank of their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks
+are not merged, and the placement of the tokens changes only rounding. The backward pass sends the rows again, then the
+gradients back, which are added in the order of the ranks.
 """
 
 import socket
@@ -25,7 +25,7 @@ from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradi
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.varlen_attention import TaskAttention
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
-from moefold.topology.token_placement import Integers, RoundShape, document_bounds, place
+from moefold.topology.token_placement import Integers, MicroBatchSetShape, document_bounds, place_tokens
 
 if TYPE_CHECKING:
     from moefold.ops.cpu.attention import CAttention
@@ -38,19 +38,19 @@ PlanAttention = Callable[..., AttentionPlan]
 class AttentionStatistics:
     """Attention work of a rank since the last reset, over its layers and passes."""
 
-    rounds: list[DocumentBounds] = field(default_factory=list)
-    """Documents of each round, in the order of the forward passes of the stage."""
+    sets: list[DocumentBounds] = field(default_factory=list)
+    """Documents of each micro-batch set, in the order of the forward passes of the stage."""
     pairs: list[int] = field(default_factory=list)
-    """Visible (query, key) pairs of each round."""
+    """Visible (query, key) pairs of each micro-batch set."""
     moved_rows: int = 0
     """Rows of queries that this rank computed for other ranks."""
     sent_bytes: int = 0
     plans_crc: int = 0
-    """Checksum of the plans, which must be equal on all ranks of a round."""
+    """Checksum of the plans, which must be equal on all ranks of a micro-batch set."""
 
     def reset(self) -> None:
         """Reset all counts."""
-        self.rounds.clear()
+        self.sets.clear()
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
@@ -61,15 +61,15 @@ class AttentionStatistics:
         for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.compute_ranks_K):
             self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
-    def begin_round(self, bounds: DocumentBounds) -> int:
-        """Return the index of a new round."""
-        self.rounds.append(bounds)
+    def begin_set(self, bounds: DocumentBounds) -> int:
+        """Return the index of a new micro-batch set."""
+        self.sets.append(bounds)
         self.pairs.append(0)
         return len(self.pairs) - 1
 
-    def add_pass(self, round_index: int, pairs: int, moved_rows: int) -> None:
+    def add_pass(self, set_index: int, pairs: int, moved_rows: int) -> None:
         """Count the forward pass of a layer, also if it is a recomputation."""
-        self.pairs[round_index] += pairs
+        self.pairs[set_index] += pairs
         self.moved_rows += moved_rows
 
 
@@ -83,7 +83,9 @@ class RowTransfer:
         rank: this rank, and the device of the rows.
     """
 
-    def __init__(self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, rank: "RoundRank") -> None:
+    def __init__(
+        self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, rank: "MicroBatchSetRank"
+    ) -> None:
         group = rank.group
         self._group = group
         self._statistics = rank.statistics
@@ -138,11 +140,11 @@ class RowTransfer:
 
 
 @dataclass(frozen=True)
-class RoundRank:
-    """A rank of a round.
+class MicroBatchSetRank:
+    """A rank of a micro-batch set.
 
     Args:
-        members: number in the group of each rank of the round, as `Placement` numbers the ranks.
+        members: number in the group of each rank of the micro-batch set, as `Placement` numbers the ranks.
         statistics: counts the work and the bytes.
     """
 
@@ -157,14 +159,15 @@ class RoundRank:
 
 
 class RankTasks:
-    """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values.
+    """Attention of one rank in a micro-batch set: its tasks, and the transfers of queries, keys and values.
 
     Args:
         num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-        round_index: index of the round in the statistics; None if it is not counted, as all ranks have equal work.
+        set_index: index of the micro-batch set in the statistics; None if it is not counted, as all ranks have equal
+            work.
     """
 
-    def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
+    def __init__(self, plan: AttentionPlan, rank: MicroBatchSetRank, num_samples: int, set_index: int | None) -> None:
         number = int(np.flatnonzero(rank.members == rank.group.rank)[0])
         own_tokens = plan.placement.slots(number).reshape(num_samples, -1).T.ravel()
         queries, keys = plan.needed_tokens(number)
@@ -179,17 +182,17 @@ class RankTasks:
         self.queries = RowTransfer(queries, exchange.queries.between(rank.members), own_tokens, rank)
         self.keys = RowTransfer(keys, exchange.keys.between(rank.members), own_tokens, rank)
         self._pairs = int(plan.pairs_of_ranks[number])
-        self._round_index = round_index
+        self._set_index = set_index
         self._statistics = rank.statistics
 
     def count_pass(self) -> None:
         """Count the forward pass of a layer."""
-        if self._round_index is not None:
-            self._statistics.add_pass(self._round_index, self._pairs, self.queries.num_received)
+        if self._set_index is not None:
+            self._statistics.add_pass(self._set_index, self._pairs, self.queries.num_received)
 
 
-def members_of_round(groups: ParallelGroups) -> Integers:
-    """Return the number in dp_cp of each rank of a round, int64 [dp * cp]; see `token_placement`."""
+def members_of_set(groups: ParallelGroups) -> Integers:
+    """Return the number in dp_cp of each rank of a micro-batch set, int64 [dp * cp]; see `token_placement`."""
     view = groups.layout.attention
     ranks = groups.attn.dp_cp.ranks
     # Members of a group are sorted by rank, for any order of the axes.
@@ -198,14 +201,14 @@ def members_of_round(groups: ParallelGroups) -> Integers:
     )
 
 
-def nodes_of_round(groups: ParallelGroups) -> tuple[int, ...] | None:
-    """Return the node of each rank of a round; None if all are on one node. Collective over dp_cp."""
+def nodes_of_set(groups: ParallelGroups) -> tuple[int, ...] | None:
+    """Return the node of each rank of a micro-batch set; None if all are on one node. Collective over dp_cp."""
     group = groups.attn.dp_cp
     # A rank of a dry run has no peers.
     names = [""] if groups.device.type == "meta" else all_gather_objects(socket.gethostname(), group)
     if len(set(names)) == 1:
         return None
-    return tuple(names.index(names[member]) for member in members_of_round(groups).tolist())
+    return tuple(names.index(names[member]) for member in members_of_set(groups).tolist())
 
 
 class AttentionPlanner:
@@ -214,7 +217,7 @@ class AttentionPlanner:
     def __init__(self, groups: ParallelGroups, plan: PlanAttention = plan_attention) -> None:
         self._cp = groups.attn.cp
         self._dp_cp = groups.attn.dp_cp
-        self._members = members_of_round(groups)
+        self._members = members_of_set(groups)
         self._plan = plan
         self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
@@ -239,25 +242,25 @@ class AttentionPlanner:
                 self._without_documents[key] = self._build(q, bounds, window, None)
             return self._without_documents[key]
         bounds = documents.bounds
-        round_index = documents.cached("attention round", lambda: self.statistics.begin_round(bounds))
+        set_index = documents.cached("attention micro-batch set", lambda: self.statistics.begin_set(bounds))
         return documents.cached(
-            ("attention tasks", window, num_samples), lambda: self._build(q, bounds, window, round_index)
+            ("attention tasks", window, num_samples), lambda: self._build(q, bounds, window, set_index)
         )
 
-    def _build(self, q: Tensor, bounds: DocumentBounds, window: int, round_index: int | None) -> RankTasks:
+    def _build(self, q: Tensor, bounds: DocumentBounds, window: int, set_index: int | None) -> RankTasks:
         num_tokens, num_samples = q.shape[:2]
         cp = self._cp
         placement = bounds.placement
         if placement is None:
-            shape = RoundShape(cp=cp.size, micro_batch_size=num_samples, seq_len=num_tokens * cp.size)
-            placement = place("samples", shape, document_bounds(shape, bounds.of_samples))
+            shape = MicroBatchSetShape(cp=cp.size, micro_batch_size=num_samples, seq_len=num_tokens * cp.size)
+            placement = place_tokens("samples", shape, document_bounds(shape, bounds.of_samples))
             plan = plan_attention(placement, window=window)
-            rank = RoundRank(cp, np.arange(cp.size), q.device, self.statistics)
+            rank = MicroBatchSetRank(cp, np.arange(cp.size), q.device, self.statistics)
         else:
             plan = self._plan(placement, window=window)
-            rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
+            rank = MicroBatchSetRank(self._dp_cp, self._members, q.device, self.statistics)
         self.statistics.add_plan(plan)
-        return RankTasks(plan, rank, num_samples, round_index)
+        return RankTasks(plan, rank, num_samples, set_index)
 
 
 class PlannedAttention:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestScores(ChoicePart, kind="topk"):
+class BestScoresChoice(ChoicePart, kind="topk"):
     """The experts with the best scores."""
 
     scores_decide: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class BestScores(ChoicePart, kind="topk"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobin(ChoicePart, kind="round_robin"):
+class RoundRobinChoice(ChoicePart, kind="round_robin"):
     """The experts one after another: a perfectly even load, for benchmarks."""
 
     is_forced: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class RoundRobin(ChoicePart, kind="round_robin"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skewed(ChoicePart, kind="skewed"):
+class SkewedChoice(ChoicePart, kind="skewed"):
     """Expert 0 for an evenly spread share of the tokens, and the other experts one after another, for benchmarks."""
 
     is_forced: ClassVar[bool] = True
@@ -111,7 +111,7 @@ def assign_in_turn(index_T: "Tensor", top_k: int, num_experts: int, *, first: in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantile(ChoicePart, kind="quantile"):
+class QuantileChoice(ChoicePart, kind="quantile"):
     """The best scores after subtracting from each expert the quantile that gives it its share of the tokens."""
 
     reads_micro_batch: ClassVar[bool] = True
@@ -214,7 +214,7 @@ def _oracle_thresholds(scores: OracleScores) -> "Tensor":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sinkhorn(ChoicePart, kind="sinkhorn"):
+class SinkhornChoice(ChoicePart, kind="sinkhorn"):
     """The best logits after offsets that balance the experts, in training; the best logits in evaluation."""
 
     reads_micro_batch: ClassVar[bool] = True

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(ObjectivePart, kind="policy"):
+class PolicyGradientObjective(ObjectivePart, kind="policy"):
     """REINFORCE: minus the advantage times the log-probability, for one update on a batch, where the ratio is 1."""
 
     reads_sampler: ClassVar[bool] = False
@@ -28,7 +28,7 @@ class PolicyGradient(ObjectivePart, kind="policy"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(ClippedPart, kind="clip"):
+class ClipObjective(ClippedPart, kind="clip"):
     """The lower of the gain and the gain with the ratio clipped, as a loss (PPO, arXiv:1707.06347).
 
     The two bounds are separate (DAPO, arXiv:2503.14476).
@@ -54,7 +54,7 @@ class Clip(ClippedPart, kind="clip"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutClip(ClippedPart, kind="sequence"):
+class RolloutClipObjective(ClippedPart, kind="sequence"):
     """Clip the geometric mean of the ratios of a rollout (GSPO, arXiv:2507.18071).
 
     Each token has its own advantage and weight.
@@ -86,7 +86,7 @@ class RolloutClip(ClippedPart, kind="sequence"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cispo(ClippedPart, kind="cispo"):
+class CispoObjective(ClippedPart, kind="cispo"):
     """The policy gradient with the clipped ratio as a factor, without its gradient (arXiv:2506.13585)."""
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":

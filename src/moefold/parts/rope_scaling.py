@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unscaled(RopeScalingPart, kind="none"):
+class UnscaledRope(RopeScalingPart, kind="none"):
     """Leave the frequencies unchanged (arXiv:2104.09864)."""
 
     hf_type: ClassVar[str] = "default"

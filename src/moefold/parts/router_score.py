@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from moefold.config.groups.router import RouterScorePart, RouterSoftmaxPart, ScoreFormula, SeparateScorePart, Softmax
 from moefold.config.part import KindOf, by_default
@@ -70,9 +70,9 @@ class SoftmaxScore(RouterScorePart, kind="softmax"):
         """Return the bytes of `softmax`."""
         return self.softmax.saved_bytes(top_k, num_choices, value_bytes)
 
-    def decodes_softmax_after_choice(self) -> bool | None:
-        """Return whether `softmax` takes the softmax of the chosen logits."""
-        return self.softmax.is_post
+    def softmax_in_decoding(self) -> Literal["pre", "post"] | None:
+        """Return the softmax of `softmax`, before or after the choice."""
+        return None if self.softmax.is_post is None else "post" if self.softmax.is_post else "pre"
 
     def fused_options(self) -> dict[str, bool] | None:
         """Return the options of both softmaxes."""

@@ -8,7 +8,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mean(SiteMethodPart, kind="mean"):
+class MeanSiteMethod(SiteMethodPart, kind="mean"):
     """Take the mean of the weights of the sites (local SGD, arXiv:1805.09767)."""
 
     def values(self, every: Any) -> Mapping[str, Any]:
@@ -17,7 +17,7 @@ class Mean(SiteMethodPart, kind="mean"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(SiteMethodPart, kind="diloco"):
+class DiLoCoSiteMethod(SiteMethodPart, kind="diloco"):
     """Take a step with Nesterov momentum along the mean difference (arXiv:2311.08105).
 
     The paper exchanges every 500 steps; it pays off after hundreds of rounds.
@@ -29,7 +29,7 @@ class DiLoCo(SiteMethodPart, kind="diloco"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingDiLoCo(SiteMethodPart, kind="streaming"):
+class StreamingDiLoCoSiteMethod(SiteMethodPart, kind="streaming"):
     """Exchange one fragment of the layers after the other, in 4 bits and overlapped with training.
 
     arXiv:2501.18512; the paper exchanges each fragment every 30 or 100 steps.

@@ -18,7 +18,7 @@ E4M3_MANTISSA_BITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeDtype(WirePart, kind="dtype"):
+class ComputeDtypeWire(WirePart, kind="dtype"):
     """The compute type of the model."""
 
     def formula(self) -> Callable[["Tensor"], "Tensor"]:
@@ -27,7 +27,7 @@ class ComputeDtype(WirePart, kind="dtype"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Blocks(WirePart, kind="fp8-blockwise"):
+class Fp8BlocksWire(WirePart, kind="fp8-blockwise"):
     """e4m3 with a float32 scale for each 128 values: about half the bytes of bfloat16 (docs/fp8.md)."""
 
     rounds: ClassVar[bool] = True

@@ -554,10 +554,10 @@ def predict(case: PublishedCase) -> Prediction:
     Raises:
         SkipRowError: no open choice divides the batch, or the value is not a number.
     """
-    shape = load_model_spec(case.model)
+    model_spec = load_model_spec(case.model)
     measured = _parse_measured(case.row["value"])
-    found = _fastest_fitting(shape, case)
-    predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
+    found = _fastest_fitting(model_spec, case)
+    predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(model_spec, case, found[0])
     mapping, workload = found or (case.mapping, case.workload)
     return Prediction(row=case.row, measured=measured, predicted=predicted, mapping=mapping, workload=workload)
 

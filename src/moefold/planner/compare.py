@@ -37,7 +37,7 @@ REASONS = {
     "bubble": "a shorter pipeline bubble",
     "optimizer": "a shorter optimizer update",
 }
-"""Explanation of a shorter part of a step, by `TIME_PARTS`."""
+"""Explanation of a shorter part of a step, by `TIME_CATEGORIES`."""
 
 AXIS_OF_PART = {
     "attention": "tp", "tp_comm": "tp", "cp_comm": "cp", "experts": "etp", "etp_comm": "etp", "ep_comm": "ep",

@@ -8,7 +8,7 @@ from typing import Any
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
-from moefold.config.part_table import shortest, toml_value
+from moefold.config.part_table import minimal_form, toml_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
 from moefold.config.upgrade import FORMAT, FORMAT_KEY
@@ -147,5 +147,5 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
         if name in comments:
             lines.append(f"{key} = {toml_value(value)}  # {comments[name]}")
         elif name in ALWAYS_WRITTEN or value != before:
-            lines.append(f"{key} = {toml_value(shortest(value, before))}")
+            lines.append(f"{key} = {toml_value(minimal_form(value, before))}")
     return ["", f"[{section}]", *lines] if lines else []

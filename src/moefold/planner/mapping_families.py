@@ -12,7 +12,7 @@ from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
-from moefold.planner.search.search import MappingGroup, PlannedMapping
+from moefold.planner.search.search import PlannedMapping, SearchTarget
 from moefold.topology.layout import DEGREES
 
 HOPPER = ("h100", "h200", "h800")
@@ -20,9 +20,9 @@ NUMBER_AXES = ("seq_len", *DEGREES, "mbs")
 
 
 FAMILIES = {
-    "folded": MappingGroup(zero_stages=(0, 1, 2), title="folded"),
-    "coupled": MappingGroup(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2), "ETP = TP"),
-    "fsdp": MappingGroup(zero_stages=(3,), title="ZeRO-3 (FSDP)"),
+    "folded": SearchTarget(zero_stages=(0, 1, 2), title="folded"),
+    "coupled": SearchTarget(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2), "ETP = TP"),
+    "fsdp": SearchTarget(zero_stages=(3,), title="ZeRO-3 (FSDP)"),
 }
 """By the word in `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
 

@@ -28,7 +28,7 @@ from moefold.planner.model_spec import ModelSpec, load_model_spec
 from moefold.planner.search.constraints import AXIS_KEYS, FOLDED, METHODS, MappingConstraints, Restriction
 from moefold.planner.search.document_search import DocumentSearch, candidate_strategies
 from moefold.planner.search.memory_filter import MemoryFilter
-from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
+from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
@@ -150,7 +150,7 @@ class Planner:
             raise ConfigError(self.infeasible_reason())
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self.search.find([MappingGroup(count)])[0] or [self.search.smallest_plan()]
+            self._top_plans = self.search.find([SearchTarget(count)])[0] or [self.search.smallest_plan()]
         return self._top_plans[:count]
 
     def best(self) -> PlannedMapping:
@@ -286,21 +286,23 @@ def read_model(name: str, overrides: Sequence[str] = ()) -> tuple[Config, ModelS
     if name.endswith(".toml"):
         cfg = load_config(Path(name), overrides)
         return cfg, ModelSpec(cfg.model.preset or Path(name).stem, cfg.model)
-    shape = load_model_spec(name)
-    if not shape.is_trainable:
+    model_spec = load_model_spec(name)
+    if not model_spec.is_trainable:
         raise ConfigError(
             f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
             "plan-accuracy` prices given mappings of it"
         )
-    if overrides and shape.name in preset_names():
+    if overrides and model_spec.name in preset_names():
         if other := next((word for word in overrides if word.startswith("model.preset=")), ""):
             raise ConfigError(f"{other} and MODEL {name} name two models; give the one to plan as MODEL")
-        cfg = load_config(None, [f"model.preset={shape.name}", *overrides])
-        return cfg, replace(shape, config=cfg.model)
+        cfg = load_config(None, [f"model.preset={model_spec.name}", *overrides])
+        return cfg, replace(model_spec, config=cfg.model)
     for word in overrides:
         if word.startswith("model."):
             raise ConfigError(f"{word}: {name} has the model; change it there, or name a preset or a recipe")
-    return replace(load_config(None, overrides) if overrides else config_from_dict({}), model=shape.config), shape
+    return replace(
+        load_config(None, overrides) if overrides else config_from_dict({}), model=model_spec.config
+    ), model_spec
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -69,9 +69,9 @@ class PlanOptions:
     flops: Literal["full", "causal"] = "full"
     """Attention in the FLOP count of the MFU."""
     mtp_flops: Literal["with", "without"] | None = None
-    """True if that count includes multi-token prediction; None counts it."""
+    """Count multi-token prediction in the MFU: with or without; None: with."""
     method: str = FOLDED
-    """Part of the search."""
+    """Method of arXiv:2504.14960 that restricts the search; folded: no restriction."""
     offload: bool = False
     """Search offload of activations and moments to the host's memory too; its cost is not measured."""
     trace: Path | None = None
@@ -93,7 +93,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
         ConfigError: the model, the device or a setting is wrong or missing.
     """
     device = load_device(gpu)
-    base, shape = read_model(model, options.overrides)
+    base, model_spec = read_model(model, options.overrides)
     check_priced_stage(base.model, base.train, base.lora)
     is_recipe = model.endswith(".toml")
     num_gpus, seq_len, batch, assumed = _chosen_sizes(base.parallel, base.train, options, is_recipe=is_recipe)
@@ -121,7 +121,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
         cfg = replace(cfg, data=replace(cfg.data, document_end=0))
     return PlanRequest(
         base_config=cfg,
-        model_spec=shape,
+        model_spec=model_spec,
         device=device,
         workload=workload_from_config(
             cfg.run,
@@ -169,32 +169,32 @@ def result_as_dict(
         count: number of mappings, each of another fold; None: `DEFAULT_MAPPINGS`.
         families: the best mapping of each family; None: they are searched.
     """
-    q = planner.request
+    request = planner.request
     return (
         {
-            "model": q.model_spec.name,
-            "gpu": q.device.name,
-            "gpu_memory_gib": q.device.memory_gib,
-            "memory_reserve_gib": q.reserve_gib,
-            "num_gpus": q.num_gpus,
-            "seq_len": q.workload.seq_len,
-            "global_batch_size": q.workload.global_batch_size,
-            "assumed": dict(q.assumed),
-            "precision": q.workload.gemm_precision,
-            "imbalance": q.workload.imbalance,
-            "method": q.restriction.method,
-            "flop_convention": "causal" if q.workload.counts_causal_attention else "full",
-            "mtp_flops": "with" if q.workload.counts_mtp else "without",
+            "model": request.model_spec.name,
+            "gpu": request.device.name,
+            "gpu_memory_gib": request.device.memory_gib,
+            "memory_reserve_gib": request.reserve_gib,
+            "num_gpus": request.num_gpus,
+            "seq_len": request.workload.seq_len,
+            "global_batch_size": request.workload.global_batch_size,
+            "assumed": dict(request.assumed),
+            "precision": request.workload.gemm_precision,
+            "imbalance": request.workload.imbalance,
+            "method": request.restriction.method,
+            "flop_convention": "causal" if request.workload.counts_causal_attention else "full",
+            "mtp_flops": "with" if request.workload.counts_mtp else "without",
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
-            "unmeasured_constants": list(q.device.unmeasured),
+            "unmeasured_constants": list(request.device.unmeasured),
             "beam_gap": planner.search.gap,
             "mappings": [
                 plan_as_dict(plan) for plan in planner.top_plans(DEFAULT_MAPPINGS if count is None else count)
             ],
         }
-        | documents_as_dict(q.workload.attention)
+        | documents_as_dict(request.workload.attention)
         | ({} if planner.site_plan is None else {"sites": planner.site_plan.as_dict()})
         | {"families": _families_as_dict(best_of_families(planner) if families is None else families)}
     )

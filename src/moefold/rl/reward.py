@@ -48,7 +48,7 @@ class Scores:
 
     total: NDArray[np.float64]
     """Weighted sum over the functions that returned a number, [completions]; NaN if no function with a weight did."""
-    parts: Mapping[str, NDArray[np.float64]]
+    by_function: Mapping[str, NDArray[np.float64]]
     """Results of each of several functions, [completions], by its name in metrics; NaN for None."""
 
 

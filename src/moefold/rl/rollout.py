@@ -71,7 +71,7 @@ class RolloutGroup:
     """Result of the reward function, or weighted sum of several, [G]; NaN: no result."""
     rewards: NDArray[np.float64]
     """Scores after the rules on truncated and long rollouts, [G]."""
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    by_function: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Results of each of several reward functions, [G], by its name; NaN: no result."""
 
     @property

@@ -99,7 +99,7 @@ def make_round(
         failures=tuple(failures),
         groups=tuple(groups),
         routing=routing,
-        functions=tuple(groups[0].parts),
+        functions=tuple(groups[0].by_function),
     )
 
 
@@ -163,7 +163,7 @@ class RolloutTable:
         for number, round_ in enumerate(self._rounds):
             assert round_.groups is not None
             if round_.functions:
-                group_parts = [np.stack(list(group.parts.values()), axis=1) for group in round_.groups]
+                group_parts = [np.stack(list(group.by_function.values()), axis=1) for group in round_.groups]
                 arrays[f"{PARTS}{number}"] = np.concatenate(group_parts)
             for group in round_.groups:
                 scores.append(group.scores)

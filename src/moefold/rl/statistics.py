@@ -54,7 +54,7 @@ class RoundStatistics:
         return {
             "reward": float(scored.mean()) if scored.size else None,
             "reward_std": float(scored.std()) if scored.size else None,
-            "rewards": mean_rewards([group.parts for group in groups]),
+            "rewards": mean_rewards([group.by_function for group in groups]),
             "solved": float(np.mean([bool((group.scores == 1).all()) for group in groups])),
             "mixed_groups": self.num_mixed / self.num_groups,
             "truncated": float(np.mean([rollout.is_truncated for rollout in rollouts])),
@@ -72,7 +72,7 @@ class RoundStatistics:
 def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float | None] | None:
     """Return the mean results of each of several reward functions by name; None for one without a number.
 
-    The result is None for a single function; the scores are `RolloutGroup.parts` of some groups.
+    The result is None for a single function; the scores are `RolloutGroup.by_function` of some groups.
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}

@@ -1,10 +1,10 @@
-"""Plan of the attention of a round: the rows of documents that each rank computes, and the rows that are sent for it.
+"""Plan of the attention of a micro-batch set: the rows that each rank computes, and the rows that are sent for it.
 
 Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank.
 Tasks start where their tokens are placed. If the work of the ranks differs, rows leave the ranks that have too much
 (core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the rank that computes them if it does
 not hold them, rows of keys and values once to each rank that needs them. Where EP folds over dp x cp, every layer waits
-for the slowest rank of the round, so work is balanced inside each round.
+for the slowest rank of the micro-batch set, so work is balanced inside each micro-batch set.
 
 The plan has only integers from the lengths of the documents: every rank computes the same, without communication.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.topology.token_placement import Integers, Placement, expand
+from moefold.topology.token_placement import Integers, Placement, repeat_indices
 
 TOLERANCE_UNIT = 1_000_000
 """Tolerances are rounded to this fraction, so that every rank computes with the same integers."""
@@ -70,12 +70,12 @@ class Transfers(NamedTuple):
         return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
 
     def _tokens(self, is_chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
-        run, offset = expand(self.lengths_X[is_chosen])
+        run, offset = repeat_indices(self.lengths_X[is_chosen])
         counts = sum_by(peers[is_chosen], self.lengths_X[is_chosen], num_ranks)
         return self.firsts_X[is_chosen][run] + offset, counts.tolist()
 
     def between(self, members: Integers) -> "Transfers":
-        """Return the transfers between the members of a group, given the member of each rank of the round."""
+        """Return the transfers between the members of a group, given the member of each rank of the micro-batch set."""
         sources = members[self.sources_X]
         destinations = members[self.destinations_X]
         order = np.lexsort((self.firsts_X, sources, destinations))
@@ -92,9 +92,10 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that are sent for the attention of a round; the rows of the output return on the way of the queries.
+    """Rows that are sent for the attention of a micro-batch set.
 
-    No row is sent to the rank that holds it, or twice to the same rank.
+    The rows of the output return on the way of the queries. No row is sent to the rank that holds it, or twice to the
+    same rank.
     """
 
     queries: Transfers
@@ -104,7 +105,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Tasks of a round, in columns, by the rank that computes, then number of the first token.
+    """Tasks of a micro-batch set, in columns, by the rank that computes, then number of the first token.
 
     A task is rows of one document; each attends to the keys of the document up to its own.
 
@@ -178,7 +179,7 @@ class AttentionPlan:
         runs = placement.ranks_M == rank
         first = np.searchsorted(placement.bounds_N, placement.firsts_M[runs], "right") - 1
         last = np.searchsorted(placement.bounds_N, (placement.firsts_M + placement.lengths_M)[runs] - 1, "right") - 1
-        run, offset = expand(last - first + 1)
+        run, offset = repeat_indices(last - first + 1)
         is_own[first[run] + offset] = True
         return np.flatnonzero(is_own[self.documents_K])
 
@@ -190,7 +191,7 @@ class AttentionPlan:
         run_firsts = placement.firsts_M[order]
         first_run = np.searchsorted(run_firsts, firsts, "right") - 1
         last_run = np.searchsorted(run_firsts, stops - 1, "right") - 1
-        need, offset = expand(last_run - first_run + 1)
+        need, offset = repeat_indices(last_run - first_run + 1)
         run = first_run[need] + offset
         sources = placement.ranks_M[order[run]]
         begins = np.maximum(firsts[need], run_firsts[run])
@@ -227,7 +228,7 @@ def plan_attention(
     pool: int = 0,
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of a round. Deterministic: every rank computes the same plan.
+    """Plan the attention of a micro-batch set. Deterministic: every rank computes the same plan.
 
     With a tolerance, no rank of a pool has more than (1 + tolerance) times the mean work of the pool, plus the work of
     one block at the end of the longest document. A rank with more work gives rows from the ends of its tasks to a rank
@@ -262,7 +263,7 @@ def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, 
     bounds = placement.bounds_N
     first = np.searchsorted(bounds, placement.firsts_M, "right") - 1
     last = np.searchsorted(bounds, run_stops - 1, "right") - 1
-    run, offset = expand(last - first + 1)
+    run, offset = repeat_indices(last - first + 1)
     document = first[run] + offset
     begins = np.maximum(placement.firsts_M[run], bounds[document])
     ends = np.minimum(run_stops[run], bounds[document + 1])

@@ -62,7 +62,7 @@ def stage_collectives(
     for layer in layers if kind == "F" else reversed(layers):
         for phase in phases:
             for op in reversed(ops) if phase == "B" else ops:
-                yield CollectiveStart(stage.number, micro_batch, layer, phase, op)
+                yield CollectiveStart(stage.index, micro_batch, layer, phase, op)
 
 
 def collective_sequence(

@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_left
+from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -32,58 +33,62 @@ def recipe_fragments(model: ModelConfig, sites: SitesConfig) -> int:
     return num_fragments(model.num_layers, sites.fragment_layers)
 
 
-def fragments_due(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> tuple[int, ...]:
-    """Return the fragments of the round after a step, counted from 1; empty if there is no round.
+@dataclass(frozen=True)
+class RoundCalendar:
+    """Steps after which the sites of a run exchange fragments."""
 
-    Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step of
-    the run, all fragments have a round.
-    """
-    count = recipe_fragments(model, sites)
-    if not sites.is_active:
-        return ()
-    if step == run.steps:
-        return tuple(range(count))
-    if step <= sites.first:
-        return ()
-    return tuple(p for p in range(count) if step % sites.every == p * sites.every // count)
+    run: RunConfig
+    model: ModelConfig
+    sites: SitesConfig
 
+    def fragments_due(self, step: int) -> tuple[int, ...]:
+        """Return the fragments of the round after a step, counted from 1; empty if there is no round.
 
-def rounds_until(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> int:
-    """Return the number of rounds up to a step, including the round after the step."""
-    if not sites.is_active:
-        return 0
-    count = recipe_fragments(model, sites)
-    last = min(step, run.steps - 1)
-    num_rounds = 0
-    if last > sites.first:
-        for offset in (p * sites.every // count for p in range(count)):
-            num_rounds += (last - offset) // sites.every - (sites.first - offset) // sites.every
-    return num_rounds + (step >= run.steps)
+        Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step
+        of the run, all fragments have a round.
+        """
+        count = recipe_fragments(self.model, self.sites)
+        if not self.sites.is_active:
+            return ()
+        if step == self.run.steps:
+            return tuple(range(count))
+        if step <= self.sites.first:
+            return ()
+        return tuple(p for p in range(count) if step % self.sites.every == p * self.sites.every // count)
 
+    def rounds_until(self, step: int) -> int:
+        """Return the number of rounds up to a step, including the round after the step."""
+        if not self.sites.is_active:
+            return 0
+        count = recipe_fragments(self.model, self.sites)
+        last = min(step, self.run.steps - 1)
+        num_rounds = 0
+        if last > self.sites.first:
+            for offset in (p * self.sites.every // count for p in range(count)):
+                num_rounds += (last - offset) // self.sites.every - (self.sites.first - offset) // self.sites.every
+        return num_rounds + (step >= self.run.steps)
 
-def step_of_round(run: RunConfig, model: ModelConfig, sites: SitesConfig, index: int) -> int:
-    """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
-    return bisect_left(range(run.steps + 1), index, key=lambda step: rounds_until(run, model, sites, step))
+    def step_of_round(self, index: int) -> int:
+        """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
+        return bisect_left(range(self.run.steps + 1), index, key=self.rounds_until)
 
+    def round_order(self) -> list[int]:
+        """Return what sites must agree on for equal rounds: their number, and the first round's fragments."""
+        first = self.fragments_due(self.step_of_round(1))
+        return [self.rounds_until(self.run.steps), *first]
 
-def round_order(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> list[int]:
-    """Return what sites must agree on for equal rounds: their number, and the first round's fragments."""
-    first = fragments_due(run, model, sites, step_of_round(run, model, sites, 1))
-    return [rounds_until(run, model, sites, run.steps), *first]
+    def is_probed(self, step: int) -> bool:
+        """Return whether the sites compare their routing in the round after a step.
 
-
-def is_probed(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> bool:
-    """Return whether the sites compare their routing in the round after a step.
-
-    They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
-    """
-    if 0 not in fragments_due(run, model, sites, step) or not model.has_moe_layers or sites.count == 1:
-        return False
-    # Rounds are counted, as sites may take other numbers of steps between them.
-    return (
-        step == run.steps
-        or (rounds_until(run, model, sites, step) - 1) // recipe_fragments(model, sites) % PROBED_ROUNDS == 0
-    )
+        They do in the first round of fragment 0, in every `PROBED_ROUNDS`-th after it, and after the last step.
+        """
+        if 0 not in self.fragments_due(step) or not self.model.has_moe_layers or self.sites.count == 1:
+            return False
+        # Rounds are counted, as sites may take other numbers of steps between them.
+        return (
+            step == self.run.steps
+            or (self.rounds_until(step) - 1) // recipe_fragments(self.model, self.sites) % PROBED_ROUNDS == 0
+        )
 
 
 def shortest_gap(count: int, interval: int) -> int:

@@ -233,8 +233,8 @@ def _repeat_letter(letter: str, count: int) -> str:
 class Stage:
     """One pipeline stage (model chunk); a rank has several with virtual stages."""
 
-    number: int
-    """Index in model order, from 0."""
+    index: int
+    """Position in model order, from 0."""
     pp_rank: int
     parts: StageParts
 

@@ -1,12 +1,12 @@
-"""Placement of the tokens of a round on the dp x cp ranks: the token in each slot of each rank.
+"""Placement of the tokens of a micro-batch set on the dp x cp ranks: the token in each slot of each rank.
 
-Round j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides only
-where tokens are computed; the result is the same. Documents are contiguous parts of a sample whose tokens attend to
-each other only; together they cover it.
+Micro-batch set j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides
+only where tokens are computed; the result is the same. Documents are contiguous parts of a sample whose tokens attend
+to each other only; together they cover it.
 
-Tokens of a round have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1. A rank's
-slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r % cp of dp
-rank r // cp.
+Tokens of a micro-batch set have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1.
+A rank's slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r %
+cp of dp rank r // cp.
 """
 
 import heapq
@@ -26,8 +26,8 @@ MAX_FITTING_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundShape:
-    """Ranks and tokens of a round."""
+class MicroBatchSetShape:
+    """Ranks and tokens of a micro-batch set."""
 
     dp: int = 1
     cp: int = 1
@@ -43,7 +43,7 @@ class RoundShape:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the round, dp * B."""
+        """Samples of the micro-batch set, dp * B."""
         return self.dp * self.micro_batch_size
 
     @property
@@ -53,7 +53,7 @@ class RoundShape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the round."""
+        """Tokens of the micro-batch set."""
         return self.num_samples * self.seq_len
 
 
@@ -62,14 +62,14 @@ class Placement:
     """Token of each slot of each rank: a bijection of slots and tokens, as runs of consecutive tokens.
 
     Args:
-        shape: ranks and tokens of the round.
+        shape: ranks and tokens of the micro-batch set.
         bounds_N: number of the first token of each document, ascending from 0, and then the number of tokens, int64.
         ranks_M: rank of each run, int64, ascending.
         firsts_M: number of the first token of each run; the runs of a rank are in the order of its slots.
         lengths_M: tokens of each run, at least 1.
     """
 
-    shape: RoundShape
+    shape: MicroBatchSetShape
     bounds_N: Integers
     ranks_M: Integers
     firsts_M: Integers
@@ -83,19 +83,19 @@ class Placement:
     def slots(self, rank: int) -> Integers:
         """Return the numbers of a rank's tokens, int64 [C]: sample * S + position."""
         own_spans = slice(*np.searchsorted(self.ranks_M, (rank, rank + 1)))
-        run, offset = expand(self.lengths_M[own_spans])
+        run, offset = repeat_indices(self.lengths_M[own_spans])
         return self.firsts_M[own_spans][run] + offset
 
 
-def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[int]]) -> Integers:
-    """Return the numbers of the first tokens of all documents of a round, and then of all tokens, int64 [N + 1].
+def document_bounds(shape: MicroBatchSetShape, documents_of_samples: Sequence[Sequence[int]]) -> Integers:
+    """Return the number of the first token of each document of a set, and then of all tokens, int64 [N + 1].
 
     Args:
-        documents_of_samples: for each sample of the round the start positions of its documents, ascending from 0; the
-            end of the sample may follow.
+        documents_of_samples: for each sample of the micro-batch set the start positions of its documents, ascending
+            from 0; the end of the sample may follow.
 
     Raises:
-        ValueError: the documents do not match the samples of the round.
+        ValueError: the documents do not match the samples of the micro-batch set.
     """
     length = shape.seq_len
     counts = [len(starts) for starts in documents_of_samples]
@@ -105,19 +105,19 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
     firsts = np.arange(shape.num_samples) * length
     if len(counts) != shape.num_samples or (np.diff(numbers) <= 0).any() or not np.isin(firsts, numbers).all():
         raise ValueError(
-            f"a round has {shape.num_samples} samples, whose documents begin at ascending positions from 0"
+            f"a micro-batch set has {shape.num_samples} samples, whose documents begin at ascending positions from 0"
         )
     return np.append(numbers, shape.num_tokens)
 
 
-def place(kind: TokenPlacement, shape: RoundShape, bounds_N: Integers, block: int = 1) -> Placement:
-    """Place the tokens of a round. Deterministic: every rank computes the same placement.
+def place_tokens(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Integers, block: int = 1) -> Placement:
+    """Place the tokens of a micro-batch set. Deterministic: every rank computes the same placement.
 
     Args:
         kind: "samples": each sample is split over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
             (arXiv:2407.21783 sec. 3.3.2). "documents": each document of the sample is split in this way (WLB-LLM,
             arXiv:2503.17924), into 2*cp chunks of whole blocks; the ranks share the rest in contiguous parts.
-            "balanced": the documents of the round, longest first, go to the rank of all dp x cp ranks with the fewest
+            "balanced": the documents of the set, longest first, go to the rank of all dp x cp ranks with the fewest
             visible pairs that has room (arXiv:2502.21231); a document that fits nowhere is split over the ranks with
             the most room, in chunks as above.
         bounds_N: see `document_bounds`.
@@ -130,13 +130,16 @@ def place(kind: TokenPlacement, shape: RoundShape, bounds_N: Integers, block: in
     return _place_balanced(shape, bounds_N)
 
 
-def expand(counts: Integers) -> tuple[Integers, Integers]:
-    """Return for each of sum(counts) items: the index of its count, and its index among the items of that count."""
+def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
+    """Repeat each index of `counts` as often as its count says, and number the repetitions from 0.
+
+    For counts [2, 1]: [0, 0, 1] and [0, 1, 0].
+    """
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
-def _place_samples(shape: RoundShape, bounds_N: Integers) -> Placement:
+def _place_samples(shape: MicroBatchSetShape, bounds_N: Integers) -> Placement:
     """Give each cp rank two chunks of each sample of its dp rank; the whole sample without context parallelism."""
     cp = shape.cp
     num_chunks = 2 * cp if cp > 1 else 1
@@ -148,12 +151,12 @@ def _place_samples(shape: RoundShape, bounds_N: Integers) -> Placement:
     return Placement(shape, bounds_N, rank, firsts, np.full(len(rank), size))
 
 
-def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Placement:
+def _place_documents(shape: MicroBatchSetShape, bounds_N: Integers, block: int) -> Placement:
     """Split each document over the cp ranks of its sample; each rank gets S/cp tokens of each sample."""
     cp = shape.cp
     lengths = np.diff(bounds_N)
     size = lengths // (2 * cp * block) * block
-    document, chunk = expand(np.where(size > 0, 2 * cp, 0))
+    document, chunk = repeat_indices(np.where(size > 0, 2 * cp, 0))
     cp_ranks = [np.minimum(chunk, 2 * cp - 1 - chunk)]
     firsts = [bounds_N[document] + chunk * size[document]]
     counts = [size[document]]
@@ -179,7 +182,7 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
 
 
 def sorted_placement(
-    shape: RoundShape, bounds_N: Integers, ranks: Integers, firsts: Integers, lengths: Integers
+    shape: MicroBatchSetShape, bounds_N: Integers, ranks: Integers, firsts: Integers, lengths: Integers
 ) -> Placement:
     """Build a placement from runs in any order: the slots of a rank are in the order of the numbers of its tokens."""
     order = np.lexsort((firsts, ranks))
@@ -190,8 +193,8 @@ def sorted_placement(
     return Placement(shape, bounds_N, ranks[starts], firsts[starts], np.add.reduceat(lengths, starts))
 
 
-def _place_balanced(shape: RoundShape, bounds_N: Integers) -> Placement:
-    """Give the documents of the round to all ranks, longest first."""
+def _place_balanced(shape: MicroBatchSetShape, bounds_N: Integers) -> Placement:
+    """Give the documents of the micro-batch set to all ranks, longest first."""
     lengths = np.diff(bounds_N)
     order = np.argsort(-lengths, kind="stable")
     packer = _Packer(shape)
@@ -204,7 +207,7 @@ def _place_balanced(shape: RoundShape, bounds_N: Integers) -> Placement:
 class _Packer:
     """Ranks that are filled with documents: ranks with the fewest visible pairs first, until they have no room."""
 
-    def __init__(self, shape: RoundShape) -> None:
+    def __init__(self, shape: MicroBatchSetShape) -> None:
         self.runs: list[tuple[int, int, int]] = []
         """Rank, number of the first token, tokens."""
         self._room = [shape.tokens_per_rank] * shape.num_ranks
@@ -226,8 +229,8 @@ class _Packer:
         for share in (*shares, *shares[::-1]):
             is_late = len(edges) > len(shares)
             edges.append(edges[-1] + (share // 2 if is_late else share - share // 2))
-        for place_, rank in enumerate((*ranks, *ranks[::-1])):
-            start, stop = edges[place_], edges[place_ + 1]
+        for i, rank in enumerate((*ranks, *ranks[::-1])):
+            start, stop = edges[i], edges[i + 1]
             if stop > start:
                 self._give(rank, first + start, stop - start, (stop * (stop + 1) - start * (start + 1)) // 2)
 

@@ -25,8 +25,8 @@ class AttentionMeter:
         self._planners = _planners(model)
         self._groups = model.groups
         # Equal on all ranks, including ranks without softmax attention.
-        self._num_rounds = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
-        self._plan_axes = ("stage",) if plan.balances_hosts or plan.moves_tokens else ("tp", "cp")
+        self._num_sets = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
+        self._plan_axes = ("stage",) if plan.balances_compute_ranks or plan.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:
         """Forget earlier passes."""
@@ -35,7 +35,7 @@ class AttentionMeter:
 
     def host_facts(self) -> "list[HostFact]":
         """Return the checksums of the plans of this step, for the replica check."""
-        if not self._num_rounds:
+        if not self._num_sets:
             return []
         from moefold.parallel.replica_check import HostFact
 
@@ -45,18 +45,18 @@ class AttentionMeter:
     def local_statistics(self, device: torch.device) -> Tensor:
         """Return this rank's summands, [ranks + 1, micro-batches]: pairs in its row; moved rows and bytes in the last.
 
-        Rounds share entries if a step has more micro-batches than the recipe. [0] if no attention is planned.
+        Micro-batch sets share entries if a step has more micro-batches than the recipe. [0] if no attention is planned.
         """
-        if not self._num_rounds:
+        if not self._num_sets:
             return torch.zeros(0, dtype=torch.float64, device=device)
         world = self._groups.world
-        numbers = torch.zeros(world.size + 1, max(2, self._num_rounds), dtype=torch.float64)
+        numbers = torch.zeros(world.size + 1, max(2, self._num_sets), dtype=torch.float64)
         # The stages of a rank may run the same micro-batches in different orders.
         indices: dict[int, int] = {}
         for planner in self._planners:
-            for bounds, pairs in zip(planner.statistics.rounds, planner.statistics.pairs, strict=True):
+            for bounds, pairs in zip(planner.statistics.sets, planner.statistics.pairs, strict=True):
                 index = indices.setdefault(id(bounds), len(indices))
-                numbers[world.rank, index % self._num_rounds] += pairs
+                numbers[world.rank, index % self._num_sets] += pairs
             if self._groups.attn.tp.rank == 0:
                 numbers[-1, 0] += planner.statistics.moved_rows
             numbers[-1, 1] += planner.statistics.sent_bytes

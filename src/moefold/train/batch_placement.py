@@ -1,4 +1,4 @@
-"""Placement of the tokens of each round: the ranks that hold them, and the facts that attention needs about them."""
+"""Placement of the tokens of each micro-batch set: the ranks that hold them, and what attention must know of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,22 +16,29 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
-from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, expand, place
+from moefold.topology.token_placement import (
+    Integers,
+    MicroBatchSetShape,
+    Placement,
+    document_bounds,
+    place_tokens,
+    repeat_indices,
+)
 
 Columns = Mapping[str, NDArray[Any]]
 """Columns of tokens by name, [samples, ..., S] each."""
 
 
-class RoundPlacer:
-    """Places the tokens of the rounds of a batch on the dp x cp ranks. Every rank computes the same placement."""
+class MicroBatchSetPlacer:
+    """Places the tokens of a batch's micro-batch sets on the dp x cp ranks. All ranks compute the same placement."""
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
         plan = chosen_in(parallel, ContextPart).plan
-        self._shares_work = plan.balances_hosts and parallel.dp * parallel.cp > 1
+        self._shares_work = plan.balances_compute_ranks and parallel.dp * parallel.cp > 1
         self.kind = plan.placement
         self._block = plan.block
         self._groups = groups
-        self._shape = RoundShape(
+        self._shape = MicroBatchSetShape(
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
         self.moves_tokens = plan.moves_tokens and parallel.dp * parallel.cp > 1
@@ -41,7 +48,7 @@ class RoundPlacer:
         """Return the batch with placements if ranks share attention work; collective over dp."""
         if self.moves_tokens or not self._shares_work or not batch.document_bounds:
             return batch
-        return replace(batch, document_bounds=self._place_rounds(batch.document_bounds))
+        return replace(batch, document_bounds=self._place_sets(batch.document_bounds))
 
     def move_tokens(
         self, columns: Columns, bounds: Sequence[DocumentBounds]
@@ -53,11 +60,12 @@ class RoundPlacer:
             bounds: bounds of the documents of its micro-batches.
 
         Returns:
-            The columns of this rank's slots, [samples, ..., S/cp], and the bounds with the placement of each round. A
-            row holds any tokens of its round, and is not a sample. The columns have the names in `columns`, and
-            "token_samples" and "positions", which give the sample and position of the token in each slot.
+            The columns of this rank's slots, [samples, ..., S/cp], and the bounds with the placement of each
+            micro-batch set. A row holds any tokens of its micro-batch set, and is not a sample. The columns have the
+            names in `columns`, and "token_samples" and "positions", which give the sample and position of the token in
+            each slot.
         """
-        placed = self._place_rounds(bounds)
+        placed = self._place_sets(bounds)
         placements = [micro_batch.placement for micro_batch in placed if micro_batch.placement is not None]
         exchange = SlotExchange(placements, self._groups.attn.dp, self._groups.attn.cp.rank)
         names = list(columns)
@@ -75,21 +83,21 @@ class RoundPlacer:
         num_samples = len(columns[names[0]])
         return {name: _as_rows(values, num_samples) for name, values in placed_columns.items()}, placed
 
-    def _place_rounds(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
-        """Return the bounds with the placement of each round; collective over dp.
+    def _place_sets(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
+        """Return the bounds with the placement of each micro-batch set; collective over dp.
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """
         local = [micro_batch.of_samples for micro_batch in bounds]
-        rounds = zip(*all_gather_objects(local, self._groups.attn.dp), strict=True)
+        sets = zip(*all_gather_objects(local, self._groups.attn.dp), strict=True)
         return tuple(
-            replace(micro_batch, placement=self._place([sample for samples in round_ for sample in samples]))
-            for micro_batch, round_ in zip(bounds, rounds, strict=True)
+            replace(micro_batch, placement=self._place([sample for samples in own for sample in samples]))
+            for micro_batch, own in zip(bounds, sets, strict=True)
         )
 
     def _place(self, samples: Sequence[tuple[int, ...]]) -> Placement:
-        """Place the tokens of a round, given the bounds of the documents of all its samples."""
-        return place(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
+        """Place the tokens of a micro-batch set, given the bounds of the documents of all its samples."""
+        return place_tokens(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
 
 
 class SlotExchange:
@@ -101,16 +109,16 @@ class SlotExchange:
     def __init__(self, placements: Sequence[Placement], dp: Group, cp_rank: int) -> None:
         self._dp = dp
         shape = placements[0].shape
-        round_tokens = shape.micro_batch_size * shape.seq_len
+        set_tokens = shape.micro_batch_size * shape.seq_len
         numbers = np.concatenate([placement.slots(dp.rank * shape.cp + cp_rank) for placement in placements])
-        round_ = np.repeat(np.arange(len(placements)), shape.tokens_per_rank)
+        set_index = np.repeat(np.arange(len(placements)), shape.tokens_per_rank)
         sample = numbers // shape.seq_len
         source = sample // shape.micro_batch_size
         self._order = np.argsort(source, kind="stable")
         self._output_splits = np.bincount(source, minlength=dp.size).tolist()
         sent = [
             [
-                number * round_tokens + _tokens_between(placement, rank, dp.rank * round_tokens, round_tokens)
+                number * set_tokens + _tokens_between(placement, rank, dp.rank * set_tokens, set_tokens)
                 for number, placement in enumerate(placements)
             ]
             for rank in range(cp_rank, shape.num_ranks, shape.cp)
@@ -118,13 +126,15 @@ class SlotExchange:
         self._sent = np.concatenate([tokens for rows in sent for tokens in rows])
         self._input_splits = [sum(map(len, rows)) for rows in sent]
         per_rank = len(placements) * shape.micro_batch_size
-        self.samples: Integers = source * per_rank + round_ * shape.micro_batch_size + sample % shape.micro_batch_size
-        """Index in the global batch of the sample of each slot, round by round, int64 [rounds * C]."""
+        self.samples: Integers = (
+            source * per_rank + set_index * shape.micro_batch_size + sample % shape.micro_batch_size
+        )
+        """Index in the global batch of the sample of each slot, set by set, int64 [sets * C]."""
         self.positions: Integers = numbers % shape.seq_len
-        """Position of the token of each slot in its sample, int64 [rounds * C]."""
+        """Position of the token of each slot in its sample, int64 [sets * C]."""
 
     def send(self, tokens: NDArray[np.float64], device: torch.device) -> NDArray[np.float64]:
-        """Send the tokens of this rank's samples and return the tokens of its slots, round by round, [rounds * C, W].
+        """Send the tokens of this rank's samples and return the tokens of its slots, set by set, [sets * C, W].
 
         Args:
             tokens: values of each token, sample by sample, [samples * S, W].
@@ -141,11 +151,11 @@ def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> 
     runs = slice(*np.searchsorted(placement.ranks_M, (rank, rank + 1)))
     begins = np.maximum(placement.firsts_M[runs], first)
     ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)
-    run, offset = expand(np.maximum(ends - begins, 0))
+    run, offset = repeat_indices(np.maximum(ends - begins, 0))
     tokens: Integers = begins[run] + offset - first
     return tokens
 
 
 def _as_rows(values: NDArray[Any], num_samples: int) -> NDArray[Any]:
-    """Return the values of slots, [rounds * C, ...], in the shape of a batch, [samples, ..., S/cp]."""
+    """Return the values of slots, [sets * C, ...], in the shape of a batch, [samples, ..., S/cp]."""
     return np.moveaxis(values.reshape(num_samples, -1, *values.shape[1:]), 1, -1)

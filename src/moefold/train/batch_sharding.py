@@ -25,7 +25,7 @@ from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 
 if TYPE_CHECKING:
-    from moefold.train.batch_placement import RoundPlacer
+    from moefold.train.batch_placement import MicroBatchSetPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -67,12 +67,12 @@ class BatchBuilder:
         self._micro_batch_size = train.micro_batch_size
         self._mtp_layers = model.mtp_layers
         self._dp_group = groups.attn.dp
-        self._placer: RoundPlacer | None = None
+        self._placer: MicroBatchSetPlacer | None = None
         plan = chosen_in(parallel, ContextPart).plan
-        if plan.balances_hosts or plan.moves_tokens:
+        if plan.balances_compute_ranks or plan.moves_tokens:
             from moefold.train import batch_placement
 
-            self._placer = batch_placement.RoundPlacer(parallel, train, groups)
+            self._placer = batch_placement.MicroBatchSetPlacer(parallel, train, groups)
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device

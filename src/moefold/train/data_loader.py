@@ -15,7 +15,7 @@ from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.data.dataset import Dataset, ProgramData, open_dataset
+from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs
 from moefold.data.sampler import Sampler, StridedSampler
@@ -82,14 +82,7 @@ class DataLoader:
         elif meta is not None:
             resumed_meta, self.message = self.files.resume(meta)
         self._shards = resolve_token_files(cfg.model, cfg.data, self.files.found, resumed_meta, current_world())
-        data = self._program_data or open_dataset(
-            cfg.data,
-            seq_len=cfg.train.seq_len,
-            vocab_size=cfg.model.vocab_size,
-            seed=cfg.run.seed,
-            token_file_set=self._shards,
-            align=cfg.align,
-        )
+        data = self._program_data or open_dataset(**dataset_request(cfg), token_file_set=self._shards)
         sites = cfg.sites
         self.train_sampler = data.train
         if sites.count > 1:

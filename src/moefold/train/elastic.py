@@ -28,7 +28,7 @@ from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
-from moefold.launch.regroup import CannotChooseError, LostRankError, NoRankLostError, RankGeneration, Regroup
+from moefold.launch.regroup import CannotChooseError, LostRankError, NoRankLostError, RankMembership, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
 from moefold.recipe import without_lost_ranks, world_sizes_after_rank_loss
@@ -36,7 +36,7 @@ from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals
 
-MAX_COLLECTIONS = 8
+MAX_GC_RUNS = 8
 """Maximum number of garbage collections to free a model. The last collection finds nothing."""
 
 
@@ -44,7 +44,7 @@ MAX_COLLECTIONS = 8
 class RankLoss:
     """Ranks that were lost, for the log."""
 
-    generation: RankGeneration
+    generation: RankMembership
     """The generation without the lost ranks."""
     activities: tuple[str, ...]
     """Last activity of each lost rank."""
@@ -159,22 +159,22 @@ class MemberChoice(NamedTuple):
     members: tuple[int, ...]
     """Job ranks, ascending."""
     generation: int
-    """Generation of the snapshots that the survivors settle on; 0 without snapshots."""
+    """Generation of the snapshots that the survivors keep; 0 without snapshots."""
     step: int | None
     """Step to restore from the snapshots; None: the members load a checkpoint."""
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
-    """Return the facts of this process for `choose`, as JSON: the claims of its `PeerSnapshots`."""
+    """Return the facts of this process for `choose_survivors`, as JSON: `PeerSnapshots.held_generations`."""
     if snapshots is None:
         return None
     return [
         [generation, rank, {str(step): sorted(ranks) for step, ranks in held_steps.items()}]
-        for generation, rank, held_steps in snapshots.claims()
+        for generation, rank, held_steps in snapshots.held_generations()
     ]
 
 
-def choose(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
+def choose_survivors(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
     """Choose `count` survivors, which have all shards of the newest step in memory if possible.
 
     Args:
@@ -185,14 +185,14 @@ def choose(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None
     """
     survivors = sorted(facts)
     first = tuple(survivors[:count])
-    generation = max((claims[0][0] for claims in facts.values() if claims), default=0)
+    generation = max((held_generations[0][0] for held_generations in facts.values() if held_generations), default=0)
     if not generation or snapshots is None:
         return MemberChoice(first, 0, None)
     # By rank in that generation.
     held_steps: dict[int, HeldSteps] = {}
     job_ranks = {}
-    for job_rank, claims in facts.items():
-        for number, rank, steps in claims or []:
+    for job_rank, held_generations in facts.items():
+        for number, rank, steps in held_generations or []:
             if number == generation and rank is not None:
                 held_steps[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
                 job_ranks[rank] = job_rank
@@ -211,12 +211,12 @@ def choose(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None
     return MemberChoice(tuple(sorted(members)), generation, step)
 
 
-TrainGeneration = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
+TrainMembership = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
 """Train with the default process group of the generation, given its recipe, messages for the log, further callbacks
 and the checkpoints of the run; return the exit status."""
 
 
-class GenerationLoop:
+class RegroupLoop:
     """Trains with the ranks that are left, generation after generation.
 
     Args:
@@ -230,7 +230,7 @@ class GenerationLoop:
         regroup: Regroup,
         watchdog: Watchdog,
         device: torch.device,
-        train: TrainGeneration,
+        train: TrainMembership,
         on_spare: Callable[[], None],
     ) -> None:
         self._cfg = cfg
@@ -287,7 +287,7 @@ class GenerationLoop:
             self._rank_loss = RankLoss(generation, activities, noticed_s)
             self._history.restored_step = generation.plan["step"]
             if self._history.snapshots is not None:
-                self._history.snapshots.settle(generation.plan["snapshots"])
+                self._history.snapshots.keep_generation(generation.plan["snapshots"])
 
     def _run_generation(self) -> int | None:
         """Train, or wait as a spare. Return the exit status, or None if a spare has to regroup."""
@@ -346,7 +346,7 @@ class GenerationLoop:
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
         owners_by_rank = {rank: fact["snapshots"] for rank, fact in facts.items()}
-        choice = choose(owners_by_rank, sizes[-1], self._history.snapshots)
+        choice = choose_survivors(owners_by_rank, sizes[-1], self._history.snapshots)
         step = choice.step
         if step is not None and newest_complete_step(self._cfg.run, self._cfg.checkpoint, facts) > step:
             step = None
@@ -361,7 +361,7 @@ class GenerationLoop:
         drain_backward_queue()
         # Modules and their hooks refer to each other, partly through nodes of the autograd graph: each collection makes
         # more of them unreachable.
-        for _ in range(MAX_COLLECTIONS):
+        for _ in range(MAX_GC_RUNS):
             if not gc.collect():
                 break
         if self._device.type == "cuda":

@@ -8,7 +8,7 @@ from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_STEPS
 from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset, prepare
+from moefold.data.dataset import dataset_request, open_dataset, prepare
 from moefold.data.sampler import StridedSampler
 from moefold.data.tokenizer import load_tokenizer
 from moefold.data.validate_source import check_data
@@ -72,11 +72,9 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
         return len(open_prompts(data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train)
-    seq_len = cfg.train.seq_len
-    vocab_size = cfg.model.vocab_size
-    seed = cfg.run.seed
+    request = dataset_request(cfg)
     if is_first and not data.drops_files:
-        prepare(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align)
-    samples = open_dataset(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, align=cfg.align).train
+        prepare(**request)
+    samples = open_dataset(**request).train
     sites = cfg.sites
     return len(StridedSampler(samples, sites.count, sites.number) if sites.count > 1 else samples)

@@ -208,7 +208,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
 
 
 def check_rollout_cache(cfg: Config, device_type: str) -> None:
-    """Check that the cache of the rollout engine holds a sample of train.seq_len, under each mapping that samples.
+    """Check that the cache of the generation engine holds a sample of train.seq_len, under each mapping that samples.
 
     With rl.staleness, held-out prompts are sampled under the mapping of training.
     """

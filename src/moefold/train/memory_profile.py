@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -19,7 +19,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, dispatch_sizes
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import dataset_request, open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
@@ -64,9 +64,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     layout = fold_mapping(p)
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-    )
+    data = open_dataset(**dataset_request(cfg))
     batch = BatchSharder(
         data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
     ).batch(0)
@@ -103,10 +101,6 @@ def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     return tracker
 
 
-BFLOAT16_BYTES = 2
-"""Bytes of a bfloat16 value."""
-
-
 def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
     """Return the state bytes of one rank, from its stages and optimizer built on the meta device.
 
@@ -121,6 +115,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
 
 
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
+    """Return the state bytes of one rank, in a process of its own."""
     # The threads that OpenMP would wait for exist in the parent only.
     torch.set_num_threads(1)
     # Activations are not counted here, and nothing may be written to disk.
@@ -129,7 +124,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     dispatcher = chosen(cfg, DispatcherPart)
     if dispatcher.kernel_package or dispatcher.prefers:
         # The weights do not depend on it, and its package need not be installed here.
-        cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher="alltoall"))
+        cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher=default_part(DispatcherPart).kind))
     with fake_rank(cfg.parallel, rank) as groups:
         stages = build_sharded_stages(cfg, groups, for_training=True).stages
         parameters: dict[str, nn.Parameter] = {}
@@ -159,7 +154,8 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             shards = [local_tensor(tensor) for tensor in outer.entries().values()]
             moments += sum(_tensor_bytes(shard) for shard in shards if not _is_offloaded(cfg.train, shard))
         # `init_weights` keeps the type of integer buffers and makes all others float32.
-        buffers += sum(b.numel() * (4 if b.is_floating_point() else 8) for stage in stages for b in stage.buffers())
+        all_buffers = [buffer for stage in stages for buffer in stage.buffers()]
+        buffers += sum(b.numel() * (torch.float32 if b.is_floating_point() else b.dtype).itemsize for b in all_buffers)
         ropes = [stage.rope for stage in stages if stage.rope is not None]
         buffers += sum(_tensor_bytes(rope.cos) + _tensor_bytes(rope.sin) for rope in ropes)
     return StateBytes(weights=weights, gathered=gathered, optimizer=moments, buffers=buffers)
@@ -171,7 +167,7 @@ def _cast_copy_bytes(run: RunConfig, model: ModelConfig, parameters: dict[str, n
         return 0
     not_cast = ("embedding.weight",) if not model.tie_embeddings else ()
     cast = [p for name, p in parameters.items() if ".router." not in name and name not in not_cast]
-    return sum(p.numel() for p in cast) * BFLOAT16_BYTES
+    return sum(p.numel() for p in cast) * torch.bfloat16.itemsize
 
 
 def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:

@@ -35,7 +35,7 @@ from moefold.config.data import DataConfig
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
 from moefold.config.part_table import toml_value
-from moefold.config.run import RunConfig
+from moefold.config.run import SETTINGS_FILE, RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
 from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
@@ -45,7 +45,6 @@ from moefold.metrics.reader import METRICS_FILE, read_records
 from moefold.remote_path import to_path
 from moefold.train.resolved_keys import keep_resolved
 
-SETTINGS_FILE = "config.json"
 Settings = dict[str, Any]
 """Every key of a run, as "section.key"."""
 

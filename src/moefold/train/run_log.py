@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from moefold.checkpoint.save_load import Resume
+from moefold.checkpoint.resume import Resume
 from moefold.config.moe import TRACE_FOLDER
+from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError, Problem
@@ -68,7 +69,7 @@ class RunLog:
         done = self._first_step - 1
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
-            write_config_json(cfg, self._dir / "config.json")
+            write_config_json(cfg, self._dir / SETTINGS_FILE)
         except OSError as error:
             rule = f"cannot be written: {error.strerror}"
             way_out = "free disk space, or set another run.dir"

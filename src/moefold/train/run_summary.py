@@ -23,7 +23,7 @@ from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
-from moefold.data.sampler import SampleNumbers
+from moefold.data.sampler import SampleCatalog
 from moefold.errors import SIGNAL_STATUS
 from moefold.optim.lr_schedule import continuation
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
@@ -34,7 +34,7 @@ MIN_UNBOUNDED_SAMPLES = 2**39
 
 
 def startup_lines(
-    cfg: Config, device_type: str, train_sampler: SampleNumbers, validation_sampler: SampleNumbers
+    cfg: Config, device_type: str, train_sampler: SampleCatalog, validation_sampler: SampleCatalog
 ) -> list[str]:
     """Return the lines that describe the run before its first step."""
     optimizer = chosen_in(cfg.train, OptimizerPart).kind
@@ -42,7 +42,7 @@ def startup_lines(
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
         f"model  {_describe_model(cfg.model, cfg.lora)}",
         f"data   {_describe_data(cfg.run, cfg.train, cfg.data, cfg.rl, train_sampler, validation_sampler)}",
-        f"batch  {_describe_batch(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, train_sampler.filled)}, "
+        f"batch  {_describe_batch(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, train_sampler.fill_fraction)}, "
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
         f"ranks  {cfg.parallel.world_size} on {device_type}, {cfg.run.dtype}"
         + (f"; {_describe_mapping(cfg.parallel)}" if cfg.parallel.world_size > 1 else ""),
@@ -73,11 +73,11 @@ MIN_ROUNDS_OF_MOMENTUM = 100
 
 
 def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> str:
-    from moefold.topology.fragments import recipe_fragments, rounds_until
+    from moefold.topology.fragments import RoundCalendar, recipe_fragments
 
     count = recipe_fragments(model, sites)
     # The last round has all fragments.
-    num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
+    num_rounds = 1 + -(-(RoundCalendar(run, model, sites).rounds_until(run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
     pairs = " of random pairs" if sites.part.in_pairs else ""
@@ -99,7 +99,7 @@ def _sampling_lines(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConf
 
 
 def _describe_batch(
-    parallel: ParallelConfig, train: TrainConfig, rl: RLConfig, rollout: RolloutConfig, filled: float
+    parallel: ParallelConfig, train: TrainConfig, rl: RLConfig, rollout: RolloutConfig, fill_fraction: float
 ) -> str:
     size = train.global_batch_size
     if rl.is_on:
@@ -108,8 +108,8 @@ def _describe_batch(
             f"{rollout.max_tokens:,} tokens"
         )
     text = f"{size} x {train.seq_len} = {train.tokens_per_step:,} tokens a step"
-    if filled < 1:
-        text += f", {1 - filled:.1%} of them padding"
+    if fill_fraction < 1:
+        text += f", {1 - fill_fraction:.1%} of them padding"
     if padding := train.num_padding_micro_batches(parallel.dp):
         count = train.num_micro_batches(parallel.dp) * parallel.dp
         text += f" (of {count} micro-batches on all ranks, {padding} hold padding alone: dp does not divide the batch)"
@@ -138,8 +138,8 @@ def _describe_data(
     train: TrainConfig,
     data: DataConfig,
     rl: RLConfig,
-    train_sampler: SampleNumbers,
-    validation_sampler: SampleNumbers,
+    train_sampler: SampleCatalog,
+    validation_sampler: SampleCatalog,
 ) -> str:
     seq_len = train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
@@ -148,9 +148,9 @@ def _describe_data(
     if rl.is_on and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
     if len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
-        parts.append(f"{format_count(len(train_sampler) * seq_len * train_sampler.filled)} tokens to train on")
+        parts.append(f"{format_count(len(train_sampler) * seq_len * train_sampler.fill_fraction)} tokens to train on")
         parts.append(
-            f"{format_count(len(validation_sampler) * seq_len * validation_sampler.filled)} held out"
+            f"{format_count(len(validation_sampler) * seq_len * validation_sampler.fill_fraction)} held out"
             if len(validation_sampler)
             else "none held out"
         )

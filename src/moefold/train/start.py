@@ -17,10 +17,11 @@ from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
-from moefold.data.dataset import NEEDS_PROGRAM, prepare
+from moefold.data.dataset import NEEDS_PROGRAM, dataset_request, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError, Problem
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
+from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training, choose_checked_device
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import check_protocol, to_path
@@ -30,11 +31,7 @@ from moefold.train.machine_checks import check_machine, check_replay_content, ch
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
-from moefold.validate.cuda_graphs import check_cuda_graphs_device
-from moefold.validate.memory import check_memory_device, check_offload_device
-from moefold.validate.moe import check_dispatch_device
 from moefold.validate.rollout_experts import check_fetching_ranks
-from moefold.validate.train import check_kernel_device
 from moefold.validate.unused import check_unused_keys
 
 if TYPE_CHECKING:
@@ -191,9 +188,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and not cfg.data.drops_files:
         # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
-        prepare(
-            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-        )
+        prepare(**dataset_request(cfg))
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
     if setup.resume is not None:
         check_run_tokenizer(cfg.data, setup.resume)
@@ -246,11 +241,7 @@ def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
     """Refuse settings that the device does not support, and a step that does not fit into its memory."""
-    check_dispatch_device(cfg.model, cfg.parallel, device_type)
-    check_kernel_device(cfg.run, device_type)
-    check_cuda_graphs_device(cfg.run, device_type)
-    check_offload_device(cfg.train, device_type)
-    check_memory_device(cfg, device_type)
+    check_device(cfg, device_type)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         num_training = cfg.parallel.world_size
         ranks_per_machine = num_training + cfg.rollout.ranks if rank_env is None else rank_env.local_world_size

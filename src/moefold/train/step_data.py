@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.data.sampler import SampleNumbers
+from moefold.data.sampler import SampleCatalog
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
@@ -36,12 +36,12 @@ class StepData(Protocol):
         ...
 
     @property
-    def train_sampler(self) -> SampleNumbers:
+    def train_sampler(self) -> SampleCatalog:
         """The training samples, after `open`."""
         ...
 
     @property
-    def validation_sampler(self) -> SampleNumbers:
+    def validation_sampler(self) -> SampleCatalog:
         """The held-out samples, after `open`; may be empty."""
         ...
 

@@ -10,7 +10,7 @@ from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
-from moefold.data.sampler import SampleNumbers
+from moefold.data.sampler import SampleCatalog
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout
@@ -38,7 +38,7 @@ class StepFault:
     samples_per_rank: int
     """Samples of a batch that a data-parallel rank reads, padding included."""
     layout: Layout
-    sampler: SampleNumbers
+    sampler: SampleCatalog
 
     @property
     def end_sample(self) -> int:

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,7 @@ class TrainingStep:
         )
         self.outer: OuterOptimizer | None = None
         if cfg.sites.is_active:
-            from moefold.train.outer_state import make_outer_optimizer
+            from moefold.train.sites.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
         part = chosen_in(cfg.train, OptimizerPart)
@@ -113,10 +112,10 @@ class TrainingStep:
         states.add("guard", self.guard)
         states.add("schedule", Record(lambda: schedule_settings(cfg.run, cfg.train)))
         if self.outer is not None:
-            from moefold.topology.fragments import fragments_due
-            from moefold.train.outer_state import OuterState
+            from moefold.topology.fragments import RoundCalendar
+            from moefold.train.sites.outer_state import OuterState
 
-            due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
+            due = RoundCalendar(cfg.run, cfg.model, cfg.sites).fragments_due
             # Without its own state it starts from the loaded weights.
             states.add("sites", OuterState(self.outer, due), after=("weights",))
 
@@ -310,6 +309,7 @@ class TrainingStep:
         """
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
+        self.model.groups.recorder.set_phase("evaluation")
         with self.model.evaluating("the validation"):
             for i, batch in enumerate(batches):
                 if flags is not None and i % STOP_POLL_EVERY == 0:

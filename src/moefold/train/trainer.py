@@ -10,21 +10,15 @@ import torch
 
 from moefold.checkpoint.run_states import CALLBACKS, RunStates
 from moefold.comm.groups import ParallelGroups
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.objectives.recipe_loss import policy_loss
-from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
+from moefold.train.assemble import open_data, open_rollouts, recipe_callbacks
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
-from moefold.train.callbacks.evaluation import PeriodicEvaluation
-from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
-from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
 from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
@@ -34,7 +28,6 @@ from moefold.train.train_step import TrainingStep
 if TYPE_CHECKING:
     from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
-    from moefold.train.rollout_loader import RolloutLoader
     from moefold.train.step_data import StepData
 
 
@@ -78,69 +71,16 @@ class Trainer:
         self._resources = ExitStack()
         """Processes that make data, which end with the run."""
         self._data_loader: StepData
-        self._data_loader, own = self._open_rollouts(model, link) if cfg.is_rl else self._open_data(model, data)
+        if cfg.is_rl:
+            self._data_loader, own = open_rollouts(cfg, groups, model, self._position, link, self._resources)
+        else:
+            self._data_loader, own = open_data(cfg, groups, model, self._position, data)
         self._checkpointing = Checkpointing(cfg, groups, history)
-        own += self._recipe_callbacks(callbacks, measures_kernels=model.autotuner.is_enabled)
+        measures_kernels = model.autotuner.is_enabled
+        own += recipe_callbacks(cfg, groups, self._checkpointing, callbacks, measures_kernels=measures_kernels)
         self.callbacks = tuple(sorted((*own, *callbacks), key=_stage_of))
         """Callbacks of the recipe and of the program, stage by stage."""
         self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))
-
-    def _open_data(self, model: ParallelModel, data: "ProgramData | None") -> tuple[DataLoader, list[StageCallback]]:
-        """Return the data loader and the callbacks that need it."""
-        cfg = self._cfg
-        loader = DataLoader(cfg, self._groups, model.positions, self._position, data)
-        callbacks: list[StageCallback] = [PeriodicEvaluation(cfg.train, cfg.run.steps)]
-        if chosen_in(cfg.align, AlignmentPart).has_reference:
-            from moefold.train.callbacks.preference_reference import ReferencePass
-
-            callbacks.append(ReferencePass(loader, cfg.checkpoint))
-        return loader, callbacks
-
-    def _open_rollouts(
-        self, model: ParallelModel, link: "JobLink | None"
-    ) -> "tuple[RolloutLoader, list[StageCallback]]":
-        """Return the source of rollouts and the callbacks that need it."""
-        from moefold.rl.reward import Reward
-        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
-        from moefold.train.rollout_loader import RolloutLoader
-
-        cfg = self._cfg
-        reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
-        self._resources.enter_context(reward)
-        loader = RolloutLoader(cfg, self._groups, model, reward, self._position, link)
-        return loader, [
-            RolloutRounds(loader),
-            RewardEvaluation(loader, cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),
-            RolloutLogging(loader, cfg.metrics.rollouts_every),
-        ]
-
-    def _recipe_callbacks(self, measuring: Sequence[Callback], *, measures_kernels: bool) -> list[StageCallback]:
-        """Return the callbacks that need no data; modules of unused features are not imported."""
-        cfg = self._cfg
-        flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
-        callbacks: list[StageCallback] = [
-            RoutingTraceSaving(),
-            MetricsLogging(cfg.run, cfg.metrics, flops_per_token, self._groups.device, measuring),
-            StragglerDetection(cfg.faults.straggler_factor),
-            self._checkpointing,
-        ]
-        if measures_kernels:
-            from moefold.train.callbacks.kernel_timing import KernelChoices
-
-            callbacks.append(KernelChoices())
-        if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
-            from moefold.train.callbacks.replica_comparison import ReplicaComparison
-
-            drain = self._checkpointing.saver.drain
-            callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
-        if cfg.sites.is_active:
-            from moefold.train.callbacks.sites import SiteEvaluation, SiteRounds
-            from moefold.train.site_meeting import equal_settings
-
-            settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
-            callbacks.append(SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings))
-            callbacks.append(SiteEvaluation(cfg.model, cfg.sites))
-        return callbacks
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
@@ -272,7 +212,7 @@ class Trainer:
             return True
         self._checkpointing.saver.drain()
         if action == "stop":
-            from moefold.train.mismatch import mismatch_advice
+            from moefold.train.rl.mismatch import mismatch_advice
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)

@@ -62,7 +62,7 @@ class TrainOutcome:
 
 
 @dataclass(frozen=True)
-class ProgramParts:
+class ProgramHooks:
     """Parts of a run that a Python program may replace. A job on GPUs pickles them for its ranks."""
 
     loss: LossFunction | None = None
@@ -116,11 +116,11 @@ def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
 
 def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
     """Join the job, train and leave; return the exit status of the job."""
-    return train_on_rank(cfg, messages, ProgramParts(), rank_env, device_type).status
+    return train_on_rank(cfg, messages, ProgramHooks(), rank_env, device_type).status
 
 
 def train_on_rank(
-    cfg: Config, messages: Sequence[str], program: ProgramParts, rank_env: RankEnv, device_type: str
+    cfg: Config, messages: Sequence[str], program: ProgramHooks, rank_env: RankEnv, device_type: str
 ) -> TrainOutcome:
     """Join the job, train and leave.
 
@@ -184,14 +184,14 @@ class _RankRun:
 
     cfg: Config
     messages: tuple[str, ...]
-    program: ProgramParts
+    program: ProgramHooks
     job: _RankJob
     locks: "_RunLocks | None" = None
     """Locks of the chosen folders."""
 
     def sample(self, link: JobLink) -> TrainOutcome:
         """Sample rollouts until the training ranks have ended."""
-        from moefold.train.remote_rollouts import SamplingWorker
+        from moefold.train.rl.remote_rollouts import SamplingWorker
 
         cfg = self.cfg
         with self.job.stop:
@@ -211,11 +211,11 @@ class _RankRun:
         list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         with _RunLocks(self.cfg, folder) as locks:
             messages = (folder.message, *self.messages)
-            train = replace(self, program=program, messages=messages, locks=locks).train_generation
+            train = replace(self, program=program, messages=messages, locks=locks).train_membership
             if job.regroup is not None:
-                from moefold.train.elastic import GenerationLoop
+                from moefold.train.elastic import RegroupLoop
 
-                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, train, locks.release)
+                loop = RegroupLoop(folder.cfg, job.regroup, job.watchdog, job.device, train, locks.release)
                 status = loop.run(job.stop)
                 newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
             else:
@@ -224,7 +224,7 @@ class _RankRun:
                 newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
         return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
 
-    def train_generation(
+    def train_membership(
         self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory
     ) -> int:
         """Train with the existing process group to the last step or a signal; collective. Frees all it has built.
@@ -313,8 +313,8 @@ class _RunLocks:
         locked = Path(run_dir)
         if choose_run_folder(self._cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
             raise ConfigError(
-                f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and "
-                "left nothing to go on from; start the same command again, which takes a folder of its own"
+                f"run.dir={run_dir!r} was written by another job while this one waited; it has no checkpoint to "
+                "resume; start the same command again, which takes a folder of its own"
             )
 
     def release(self) -> None:
@@ -329,7 +329,7 @@ class _RunLocks:
         self._stack.__exit__(*error)
 
 
-def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
+def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcome:
     """Train with the processes of the program as ranks; collective over its default process group.
 
     Raises:

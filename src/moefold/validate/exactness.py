@@ -1,7 +1,7 @@
 """Settings with which sampling does not have the bits of the forward pass of training; see docs/exact-sampling.md.
 
-Without such a setting, the rollout engine and the next training step compute bitwise equal log-probabilities of sampled
-tokens from the same weights: the ratio of policy to sampler is 1.
+Without such a setting, the generation engine and the next training step compute bitwise equal log-probabilities of
+sampled tokens from the same weights: the ratio of policy to sampler is 1.
 """
 
 from collections.abc import Iterator

@@ -46,7 +46,7 @@ def validate_attention_pool(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = parallel
     plan = chosen_in(p, ContextPart).plan
-    if not plan.pool or not plan.balances_hosts:
+    if not plan.pool or not plan.balances_compute_ranks:
         return
     pool = plan.pool
     ranks = p.dp * p.cp
@@ -136,8 +136,8 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
     """Check that the schedule supports the number of micro-batches."""
     p = cfg.parallel
     batch = cfg.train.global_batch_size
-    step = cfg.train.micro_batch_size * p.dp
-    if p.pp == 1 or (batch % step and not p.may_pad_batch):
+    samples_per_pass = cfg.train.micro_batch_size * p.dp
+    if p.pp == 1 or (batch % samples_per_pass and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
     reason = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
@@ -147,7 +147,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
         legal = [candidate for candidate in near if candidate % max(1, candidate // p.pp) == 0]
-        batches = nearest_numbers(batch, [candidate * step for candidate in legal], count=2)
+        batches = nearest_numbers(batch, [candidate * samples_per_pass for candidate in legal], count=2)
         rule = f"with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}"
         yield Problem("parallel.schedule", spec.kind, rule, f"choose train.global_batch_size={batches}")
     factor = spec.min_micro_batches_per_rank
@@ -156,9 +156,8 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
         micro = cfg.train.micro_batch_size
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         rule = f"needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} micro-batches, {reason}"
-        way_out = (
-            f"choose train.global_batch_size={step * minimum}{smaller}, or schedule={spec.with_fewer_micro_batches!r}"
-        )
+        enough = f"train.global_batch_size={samples_per_pass * minimum}{smaller}"
+        way_out = f"choose {enough}, or schedule={spec.with_fewer_micro_batches!r}"
         yield Problem("parallel.schedule", spec.kind, rule, way_out)
 
 
@@ -435,13 +434,13 @@ def validate_sequence_length(cfg: Config) -> Iterator[Problem]:
     cp = cfg.parallel.cp
     seq_len = cfg.train.seq_len
     zigzag = cp > 1 and chosen(cfg, ContextPart).splits_in_chunks
-    step = lcm(cp * tp, 2 * cp if zigzag else 1)
-    if seq_len % step == 0:
+    divisor = lcm(cp * tp, 2 * cp if zigzag else 1)
+    if seq_len % divisor == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
         cores = (layer.core for layer in cfg.model.decoder_layers)
         taps = max((core.conv_kernel for core in cores), default=1)
         if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
-            enough = step * -(-(taps - 1) * seq_len // segment // step)
+            enough = divisor * -(-(taps - 1) * seq_len // segment // divisor)
             yield Problem(
                 "train.seq_len",
                 seq_len,
@@ -455,7 +454,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[Problem]:
         rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"
     else:
         rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context='{cfg.parallel.context}'"
-    yield Problem("train.seq_len", seq_len, f"must be {rule}", f"choose {nearest_multiples(seq_len, step)}")
+    yield Problem("train.seq_len", seq_len, f"must be {rule}", f"choose {nearest_multiples(seq_len, divisor)}")
 
 
 def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[Problem]:
@@ -474,21 +473,22 @@ def validate_batch_size(cfg: Config) -> Iterator[Problem]:
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     micro = cfg.train.micro_batch_size
-    step = micro * p.dp
-    if batch % step and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
+    samples_per_pass = micro * p.dp
+    if batch % samples_per_pass and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
         yield from _padding_refusals(cfg)
-    elif batch % step:
+    elif batch % samples_per_pass:
         rule = (
-            f"must be divisible by train.micro_batch_size*dp={cfg.train.micro_batch_size}*{p.dp}={step} (dp = "
+            f"must be divisible by train.micro_batch_size*dp={micro}*{p.dp}={samples_per_pass} (dp = "
             "world_size/(tp*cp*pp))"
         )
-        way_out = f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg.parallel, cfg.train)}"
+        way_out = f"choose {nearest_multiples(batch, samples_per_pass)}{_padding_hint(cfg.parallel, cfg.train)}"
         yield Problem("train.global_batch_size", batch, rule, way_out)
         return
     count = cfg.num_micro_batches
     if count > MAX_MICRO_BATCHES:
         rule = f"gives each data-parallel rank {count} micro-batches, more than {MAX_MICRO_BATCHES}"
-        way_out = f"choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise train.micro_batch_size"
+        largest = MAX_MICRO_BATCHES * samples_per_pass
+        way_out = f"choose train.global_batch_size={largest} or less, or raise train.micro_batch_size"
         yield Problem("train.global_batch_size", batch, rule, way_out)
 
 
@@ -566,13 +566,15 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
     if parallel.zero == 3:
         rule = "runs a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters after one"
         yield OVERLAP_EXPERTS_SETTING.problem(rule, "choose zero=2, or overlap_experts=false")
-    step = train.micro_batch_size * parallel.dp
-    if (train.global_batch_size % step == 0 or parallel.may_pad_batch) and train.num_micro_batches(parallel.dp) < 2:
+    samples_per_pass = train.micro_batch_size * parallel.dp
+    fits = train.global_batch_size % samples_per_pass == 0 or parallel.may_pad_batch
+    if fits and train.num_micro_batches(parallel.dp) < 2:
         rule = (
             f"needs two micro-batches or more, and train.global_batch_size={train.global_batch_size} gives each "
             "data-parallel rank 1"
         )
-        yield OVERLAP_EXPERTS_SETTING.problem(rule, f"choose global_batch_size={2 * step}, or overlap_experts=false")
+        way_out = f"choose global_batch_size={2 * samples_per_pass}, or overlap_experts=false"
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, way_out)
 
 
 def validate_collective_order(cfg: Config) -> Iterator[Problem]:
@@ -597,7 +599,7 @@ def validate_collective_order(cfg: Config) -> Iterator[Problem]:
     layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
-        collective_sequence(cfg.model, cfg.parallel, cfg.train, {s.number: s for s in plan.stages_of_rank(i)}, row)
+        collective_sequence(cfg.model, cfg.parallel, cfg.train, {s.index: s for s in plan.stages_of_rank(i)}, row)
         for i, row in enumerate(rows)
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]

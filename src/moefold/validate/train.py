@@ -1,6 +1,5 @@
 """Rules on the optimizer, learning-rate schedule, evaluation, checkpoints, data, failure handling and kernels."""
 
-import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -22,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError, Problem, Setting, install_command
+from moefold.errors import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
@@ -305,31 +304,6 @@ def compiles_parts(model: ModelConfig) -> bool:
     has_head_norms = any(layer.attention.fuses_head_norms for layer in model.decoder_layers)
     has_shared_expert = model.routed is not None and model.routed.shared_width > 0
     return has_head_norms or has_shared_expert or model.has_dense_layers
-
-
-def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
-    """Return the reason why Triton cannot run on the device; "" if it can."""
-    if run.dtype == "float64":
-        return f"{Setting('run.dtype', 'float64')} is beyond its float32 sums"
-    if importlib.util.find_spec("triton") is None:
-        return f"the package triton is not installed ({install_command('gpu')})"
-    if device_type == "cuda":
-        return ""
-    import triton
-
-    # On a CPU, kernels run only in Triton's interpreter: for tests, hundreds of times slower than plain operations.
-    return "" if triton.knobs.runtime.interpret else f"Triton has no compiler for device {device_type!r}"
-
-
-def check_kernel_device(run: RunConfig, device_type: str) -> None:
-    """Check that the recipe's kernels run on the ranks' devices; raise ConfigError if they do not."""
-    if run.kernels == "triton" and (reason := triton_unsupported_reason(run, device_type)):
-        rule = f"cannot run: {reason}"
-        raise ConfigError(Problem("run.kernels", "triton", rule, f"set {Setting('run.kernels')} to 'auto' or 'plain'"))
-    if run.kernels == "c" and device_type != "cpu":
-        rule = f"cannot run: it is for CPUs, and the device is {device_type!r}"
-        way_out = f"set {Setting('run.kernels')} to 'auto' or {Setting('run.device')} to 'cpu'"
-        raise ConfigError(Problem("run.kernels", "c", rule, way_out))
 
 
 KERNEL_RULES = (validate_kernels, validate_compile)

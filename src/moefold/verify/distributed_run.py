@@ -10,7 +10,7 @@ from moefold.comm.sharded_tensor import full_tensors
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.data.dataset import Dataset, ProgramData, open_dataset
+from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
 from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
@@ -104,9 +104,7 @@ def run_on_groups(
 
 def open_samples(cfg: Config) -> Dataset:
     """Open the data of a recipe; the reference of pairs has a uniform distribution, because no pass computes it."""
-    dataset = open_dataset(
-        cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-    )
+    dataset = open_dataset(**dataset_request(cfg))
     if dataset.reference is not None:
         dataset.reference.fill_uniform(cfg.model.vocab_size)
     return dataset

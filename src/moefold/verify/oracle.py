@@ -1,9 +1,9 @@
-"""Oracle: float64 reference training in one process, without code of the trainer; every mapping must equal it.
+"""Oracle: float64 reference training in one process, without code of the trainer.
 
-Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
-every token. Parameters are addressed by name only. The formula of a part is in the part's folder; `oracle_routing` has
-the router, `oracle_attention` RoPE and the selection of sparse attention, `oracle_optimizer` the frame of the
-optimizers.
+Every mapping must equal it. Written for readability next to `docs/notation.md`, not for speed: attention with an
+explicit mask, every expert over every token. Parameters are addressed by name only. The formula of a part is in the
+part's folder; `oracle_routing` has the router, `oracle_attention` RoPE and the selection of sparse attention,
+`oracle_optimizer` the frame of the optimizers.
 """
 
 import math
@@ -15,7 +15,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from moefold.config.bounds import judged
+from moefold.config.bounds import verification_by_key
 from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.field import VerifyAs
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
@@ -191,7 +191,7 @@ class Oracle:
             NoFormulaError: there is such a key.
         """
         counted = {None, VerifyAs.ROUNDS} if has_rounds else {None}
-        if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
+        if unread := [name for name in self.reads.unread(self._recipe) if verification_by_key().get(name) in counted]:
             idle = idle_keys(self._recipe)
             values = [
                 f"{name}={attrgetter(name)(self._recipe)!r}"
@@ -389,7 +389,7 @@ class Oracle:
         normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
         return normalized
 
-    def _head_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def _qk_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return an RMSNorm of queries or keys over their last dim."""
         normed = x / (x.square().mean(-1, keepdim=True) + self.cfg.model.norm.eps).sqrt()
         return normed if weight is None else normed * (weight + float(self.cfg.model.norm.zero_centered))
@@ -407,15 +407,13 @@ class Oracle:
 
         weights = ModuleWeights(self._weights, name)
         score_factor = formula_of(model.rope.scaling).score_factor
-        heads: SoftmaxHeads = formula(
-            SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
-        )
+        heads: SoftmaxHeads = formula(SoftmaxInput(weights, x, rotate, self._qk_norm, score_factor, positions.double()))
         query = heads.queries
         masked = hidden_keys(model, layer, documents, positions)
         index = None
         if part.selector:
             source = x if heads.index_source is None else heads.index_source
-            index = self._index(name, x, source, masked, positions, layer)
+            index = self._select_keys(name, x, source, masked, positions, layer)
             masked = index.masked
         outputs = []
         probabilities = []
@@ -447,7 +445,7 @@ class Oracle:
             rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm.eps) for group in groups]))
         return torch.stack(rows)
 
-    def _index(
+    def _select_keys(
         self, name: str, x: Tensor, source: Tensor, masked: Tensor, positions: Tensor, layer: int
     ) -> OracleIndexer:
         """Return the selection of a layer: its own, or the shared selection of an earlier layer."""

@@ -1,4 +1,4 @@
-"""Requests of the tests of the rollout engine, and their shares of data-parallel ranks."""
+"""Requests of the tests of the generation engine, and their shares of data-parallel ranks."""
 
 from typing import Any
 

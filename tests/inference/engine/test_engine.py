@@ -13,7 +13,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
-from moefold.inference.engine.engine import RolloutEngine, model_cache_sizes
+from moefold.inference.engine.engine import GenerationEngine, model_cache_sizes
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
@@ -49,7 +49,7 @@ def run_engine(
 ) -> list[Completion]:
     """The completions of an inference model."""
     model = opened(path, "generate", mapping, 96, 1).model
-    return RolloutEngine(model, settings, SAMPLED).generate(requests)
+    return GenerationEngine(model, settings, SAMPLED).generate(requests)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", *KINDS, *slow((kind,) for kind in SLOW_KINDS)])
@@ -94,7 +94,7 @@ def run_on_mapping(path: Path, mapping: dict[str, Any]) -> dict[int, Completion]
     """The completions of this rank's requests by their index, from an inference model."""
     loaded = opened(path, "generate", mapping | {"dtype": "float64"}, 96, 1)
     mine = own_requests(loaded.groups)
-    engine = RolloutEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
+    engine = GenerationEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
     return dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True))
 
 
@@ -123,7 +123,7 @@ def refusal(path: Path, mapping: dict[str, Any]) -> str:
     if loaded.groups.attn.dp_cp.rank == loaded.groups.attn.dp_cp.size - 1:
         requests.append(Request(prompt=(1,) * PAGE_POSITIONS, max_tokens=3))
     with pytest.raises(ConfigError) as error:
-        RolloutEngine(loaded.model, settings, SAMPLED).generate(requests)
+        GenerationEngine(loaded.model, settings, SAMPLED).generate(requests)
     return str(error.value)
 
 
@@ -166,7 +166,7 @@ def sample_in_training(run_dir: Path, mapping: dict[str, Any]) -> tuple[dict[int
     model = parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU))
     model.train()
     mine = own_requests(model.groups)
-    engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
+    engine = GenerationEngine(model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
     found = [dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True)) for _ in range(2)]
     assert all(stage.training for stage in model.stages)
     return found[0], found[1]
@@ -191,7 +191,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
 def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     """Compare completions under random schedules with each request by itself; return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
-    alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
+    alone = GenerationEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [
         Request(prompt=PROMPTS[i % 3], prompt_number=i, sample_number=i // 3, max_tokens=3 + 4 * (i % 4))
         for i in range(8)
@@ -209,7 +209,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
         engine_settings = EngineSettings(
             slots=slots, pass_tokens=slots + more, cache_gib=num_pages * page_gib, share_prompts=shares
         )
-        engine = RolloutEngine(model, engine_settings, SAMPLED)
+        engine = GenerationEngine(model, engine_settings, SAMPLED)
         late = data.draw(st.integers(0, 7))
         found: dict[int, Completion] = {}
         with engine.open(num_pages) as generation:
@@ -223,7 +223,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
                         generation.add(place, requests[i])
                 for new in generation.step():
                     if new.finish_reason is not None:
-                        found[order[new.number]] = generation.pop(new.number, new.finish_reason)
+                        found[order[new.request_id]] = generation.pop(new.request_id, new.finish_reason)
             num_preemptions += generation.num_preemptions
         assert len(found) >= 8 - late
         for i, completion in found.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.inference.engine.engine import RolloutEngine, change_logits
+from moefold.inference.engine.engine import GenerationEngine, change_logits
 from moefold.inference.engine.requests import EngineSettings, LogitRules, NewToken, Request
 from moefold.inference.sampling import SamplingParams
 from tests.inference.example import opened
@@ -27,15 +27,15 @@ def model(mixtral, single_rank) -> Any:
 def generated(model: Any, requests: Sequence[Request], constrain: Any = None, **settings: Any) -> list[list[NewToken]]:
     """The new tokens of each request."""
     found: list[list[NewToken]] = [[] for _ in requests]
-    engine = RolloutEngine(model, EngineSettings(**settings), GREEDY)
+    engine = GenerationEngine(model, EngineSettings(**settings), GREEDY)
     with engine.open(40, constrain) as generation:
         for number, request in enumerate(requests):
             generation.add(number, request)
         while generation.has_work:
             for new in generation.step():
-                found[new.number].append(new)
+                found[new.request_id].append(new)
                 if new.finish_reason is not None:
-                    generation.pop(new.number, new.finish_reason)
+                    generation.pop(new.request_id, new.finish_reason)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.shared_memory import open_shared_memory
 from moefold.config.rl import RolloutConfig
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import load_model
 from moefold.inference.sampling import SamplingParams
@@ -48,7 +48,7 @@ def generate(path: Path, experts: str, mapping: dict[str, Any], dtype: str) -> d
     model = opened(path, experts, mapping, dtype)
     dp = model.groups.attn.dp
     mine = range(len(REQUESTS))[dp.rank :: dp.size]
-    engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
+    engine = GenerationEngine(model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
     return dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True))
 
 
@@ -115,7 +115,7 @@ def _most_ahead(path: Path, experts: str, waits: bool) -> int:
         ahead = max(ahead, int(counts[1] - counts[0]))
 
     request = Request(prompt=(5, 6), max_tokens=20)
-    RolloutEngine(model, EngineSettings(slots=1), SAMPLED).generate([request], on_token)
+    GenerationEngine(model, EngineSettings(slots=1), SAMPLED).generate([request], on_token)
     counts[2 + rank] = 1
     return ahead
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings
 from tests.inference.engine.sampled_requests import PROMPTS, REQUESTS, SAMPLED, name, own_requests
 from tests.inference.example import KINDS, SLOW_KINDS, opened
@@ -52,13 +52,13 @@ def in_few_pages(path: Path) -> tuple[list[Completion], int]:
     model = opened(path, "generate", WIDE, 96, 1).model
     settings = EngineSettings(slots=4, pass_tokens=16)
     completions: dict[int, Completion] = {}
-    with RolloutEngine(model, settings, SAMPLED, records_routing=True).open(NUM_PAGES) as generation:
+    with GenerationEngine(model, settings, SAMPLED, records_routing=True).open(NUM_PAGES) as generation:
         for number, request in enumerate(REQUESTS):
             generation.add(number, request)
         while generation.any_rank_has_work():
             for new in generation.step():
                 if new.finish_reason is not None:
-                    completions[new.number] = generation.pop(new.number, new.finish_reason)
+                    completions[new.request_id] = generation.pop(new.request_id, new.finish_reason)
         return [completions[number] for number in range(len(REQUESTS))], generation.num_preemptions
 
 
@@ -82,7 +82,7 @@ def on_mapping(path: Path, mapping: dict[str, Any]) -> tuple[tuple[int, ...], di
     """The MoE layers of this rank, and the completions of its requests."""
     loaded = opened(path, "generate", mapping | WIDE, 96, 1)
     mine = own_requests(loaded.groups)
-    engine = RolloutEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED, records_routing=True)
+    engine = GenerationEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED, records_routing=True)
     completions = engine.generate([REQUESTS[i] for i in mine])
     return tuple(loaded.model.stage.moe_layers()), dict(zip(mine, completions, strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.model.local_param import CastCopy, local_tensor
@@ -23,7 +23,7 @@ from tests.verify.recipes import tiny
 REQUESTS = [Request(prompt=(i, 7, 5, 2), prompt_number=i, max_tokens=5) for i in range(3)]
 
 
-def interrupted(engine: RolloutEngine) -> None:
+def interrupted(engine: GenerationEngine) -> None:
     """Start a generation that ends with an error after the second token."""
 
     def raise_later(number: int, token: int) -> None:
@@ -43,7 +43,7 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
-    engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=8), SamplingParams(temperature=0.7, seed=1))
+    engine = GenerationEngine(model, EngineSettings(slots=2, pass_tokens=8), SamplingParams(temperature=0.7, seed=1))
     losses: list[float] = []
     completions: list[list[Completion]] = []
     for step in (1, 2):
@@ -92,7 +92,7 @@ def sample_and_count_casts(cfg: Config, keeps: bool) -> tuple[list[int], list[li
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     parameters = list(model.named_parameters.values())
-    engine = RolloutEngine(model, EngineSettings(slots=2), SamplingParams(seed=1))
+    engine = GenerationEngine(model, EngineSettings(slots=2), SamplingParams(seed=1))
     counts, completions = [], []
     read = CastCopy.read if keeps else lambda _, parameter, dtype: parameter.to(dtype)
     with patch.object(CastCopy, "read", read):

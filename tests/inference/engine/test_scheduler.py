@@ -39,7 +39,7 @@ class HashModel:
         for segment in work.segments:
             length = segment.first + len(segment.tokens)
             assert self._states[segment.state_slot] == self._history(segment.table, length)
-        return {s.number: self._next(s.table, s.first + len(s.tokens)) for s in work.segments if s.number >= 0}
+        return {s.request_id: self._next(s.table, s.first + len(s.tokens)) for s in work.segments if s.request_id >= 0}
 
     def _history(self, table: PageTable, length: int) -> list[int]:
         return [self._pages[table.page_of(i)][i % self._page_positions] for i in range(length)]
@@ -159,7 +159,7 @@ def test_a_decoded_sample_does_not_wait_for_a_long_prompt():
     scheduler.add(1, Request(prompt=(2,) * 100, max_tokens=1))
     work = scheduler.next_pass()
     assert [len(segment.tokens) for segment in work.segments] == [1, 15]
-    assert [segment.number for segment in work.segments] == [0, -1]
+    assert [segment.request_id for segment in work.segments] == [0, -1]
 
 
 def test_a_shared_page_is_freed_with_its_last_reference():

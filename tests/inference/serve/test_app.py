@@ -169,6 +169,6 @@ def test_samples_submitted_during_a_pass_are_spread_over_the_ranks():
     # The samples of rank 1 end: the next ones are its own.
     for number in (1, 4):
         loop._send(NewToken(number, 7, -1.0, "length"))
-    assert [new.number for new in received] == [1, 4]
+    assert [new.request_id for new in received] == [1, 4]
     loop.submit([request, request], received.append)
     assert added_ranks(loop, 1) == [1, 1]

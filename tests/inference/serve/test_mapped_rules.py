@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.data.tokenizer import ByteTokenizer
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, LogitRules, NewToken, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.serve.engine_loop import EngineLoop
@@ -29,13 +29,13 @@ RULES = (
 def answers(folder: Path, mapping: dict[str, Any]) -> list[list[NewToken]]:
     """The new tokens of each request, as the first rank delivers them; every rank calls it."""
     loaded = opened(folder, "generate", mapping, 40, 1)
-    engine = RolloutEngine(loaded.model, EngineSettings(slots=4), SamplingParams())
+    engine = GenerationEngine(loaded.model, EngineSettings(slots=4), SamplingParams())
     tokens: dict[int, list[NewToken]] = {}
     with engine.open(32, JsonGrammars(ByteTokenizer(), loaded.model.stage.config.vocab_size).start) as generation:
         loop = EngineLoop(generation, loaded.groups)
 
         def deliver(new: NewToken) -> None:
-            tokens.setdefault(new.number, []).append(new)
+            tokens.setdefault(new.request_id, []).append(new)
             if sum(found[-1].finish_reason is not None for found in tokens.values()) == len(requests):
                 loop.stop()
 

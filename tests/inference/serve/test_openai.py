@@ -31,7 +31,7 @@ def serving(model: Path, **options: Any) -> Iterator[str]:
     """The address of a server in this process."""
     from moefold.host.http_protocol import make_server
     from moefold.host.listen import listen, url_of
-    from moefold.inference.engine.engine import RolloutEngine
+    from moefold.inference.engine.engine import GenerationEngine
     from moefold.inference.load import load_model
     from moefold.inference.sampling import SamplingParams
     from moefold.inference.serve.app import CompletionServer
@@ -46,7 +46,9 @@ def serving(model: Path, **options: Any) -> Iterator[str]:
     loaded = load_model(job.source, job.cfg, CPU, tokenizer)
     grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
     listener = listen("127.0.0.1", 0)
-    with RolloutEngine(loaded.model, job.settings, SamplingParams()).open(job.num_pages, grammars.start) as generation:
+    with GenerationEngine(loaded.model, job.settings, SamplingParams()).open(
+        job.num_pages, grammars.start
+    ) as generation:
         loop = EngineLoop(generation, loaded.groups)
         url = url_of(listener)
         http, sockets = make_server(CompletionServer(job, tokenizer, loop, grammars).app(), listener)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moefold.model.moe.router import mask_to_top_groups, topk_experts
 from moefold.model.moe.token_group import MicroBatchGroup
-from moefold.parts.choice import Skewed, assign_in_turn, quantile_thresholds, sinkhorn_offsets
+from moefold.parts.choice import SkewedChoice, assign_in_turn, quantile_thresholds, sinkhorn_offsets
 
 
 def test_the_lower_expert_of_equal_values_wins():
@@ -81,7 +81,7 @@ def test_round_robin_is_perfectly_even():
 @pytest.mark.parametrize("skew", [0.3, 0.5, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 7])
 def test_skewed_sends_the_given_part_of_the_tokens_to_expert_0(skew, top_k):
-    ids = Skewed(share=skew).assign(torch.randperm(400), top_k, 8)
+    ids = SkewedChoice(share=skew).assign(torch.randperm(400), top_k, 8)
     assert (ids == 0).any(1).sum().item() == pytest.approx(400 * skew, abs=1)
     assert all(len(set(row)) == top_k for row in ids.tolist())
     assert ids.min() == 0

@@ -20,10 +20,10 @@ from moefold.ops.cpu import build
 from moefold.ops.cpu.build import COMPILERS, CompilerError
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.kernel_support import check_kernel_device
 from moefold.ops.swiglu import SwiGLUActivation
 from moefold.parallel.kernels.select import select_kernels
 from moefold.validate.config import check_config
-from moefold.validate.train import check_kernel_device
 from tests.e2e.forked import run_program
 from tests.models import edit_model
 from tests.ops.c_kernels import assert_same_losses, needs_compiler, same_bits_on_threads

@@ -118,7 +118,7 @@ def test_the_ranks_that_wait_for_each_other(degrees, group):
     tp, cp, dp, ep, etp, is_coupled = degrees
     mapping = ParallelMapping(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
     peers = attention_peers(mapping, 4 * dp, is_coupled=is_coupled, has_experts=True)
-    assert (peers.group, peers.num_rounds) == (group, 4)
+    assert (peers.group, peers.num_sets) == (group, 4)
     assert attention_peers(mapping, 4 * dp, is_coupled=is_coupled, has_experts=False).group == cp
     if not is_coupled:
         # The components of the graph that joins the ranks of each cp group and of each ep x etp group.
@@ -144,6 +144,6 @@ def test_the_simulator_prices_each_round_by_its_own_documents():
         if event.action is not None and event.rank == 0 and event.action.kind == "F" and event.part == "attention":
             forward_s[event.action.micro_batch] += event.end_s - event.start_s
     assert len(set(forward_s.values())) == len(forward_s)
-    rounds = [pricer(replace(wlb(), only_round=i)).step_time(mapping).parts["attention"] for i in range(8)]
+    sets = [pricer(replace(wlb(), only_set=i)).step_time(mapping).parts["attention"] for i in range(8)]
     by_micro_batch = [forward_s[i] for i in range(8)]
-    assert sorted(range(8), key=rounds.__getitem__) == sorted(range(8), key=by_micro_batch.__getitem__)
+    assert sorted(range(8), key=sets.__getitem__) == sorted(range(8), key=by_micro_batch.__getitem__)

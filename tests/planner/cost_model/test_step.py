@@ -11,7 +11,7 @@ from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
 from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel, attention_core_s
-from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_PARTS, TUNED_HOST_FRACTION, CostModel
+from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_CATEGORIES, TUNED_HOST_FRACTION, CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
@@ -31,7 +31,7 @@ def seconds(mapping, **options):
 
 def test_the_parts_add_up_and_the_rates_follow():
     step = pricer().step_time(FOLDED)
-    assert set(step.parts) == set(TIME_PARTS)
+    assert set(step.parts) == set(TIME_CATEGORIES)
     assert sum(step.parts.values()) == pytest.approx(step.total_s)
     assert min(step.parts.values()) >= 0
     assert step.num_micro_batches == 32

@@ -1,4 +1,4 @@
-"""Attention of drawn documents over the ranks: counts by hand, the known shape, the same rounds for all strategies."""
+"""Attention of drawn documents over the ranks: counts by hand, the known shape, the same sets for all strategies."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from moefold.planner.cost_model.attention_load import AttentionPeers
 from moefold.planner.lengths.balance import DocumentLoads, plan_loads
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution
 from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples
-from moefold.topology.token_placement import RoundShape
+from moefold.topology.token_placement import MicroBatchSetShape
 from tests.planner.lengths.equal_documents import equal_documents
 
 PLANNED = make_part("context", "planned")
@@ -23,7 +23,7 @@ def loads_of(name: str, seq_len: int = 131072) -> DocumentLoads:
 
 def test_the_pairs_of_a_round_by_hand():
     # Two samples on two dp ranks with two cp ranks each: of the chunks of 2 tokens, a rank has 0 and 3, or 1 and 2.
-    shape = RoundShape(dp=2, cp=2, seq_len=8)
+    shape = MicroBatchSetShape(dp=2, cp=2, seq_len=8)
     found = plan_loads([[(8,), (3, 5)]], shape, 0, make_part("context", "ring"))
     # One document: 1+2+7+8 and 3+4+5+6 pairs. Documents of 3 and 5 tokens: 1+2+4+5, and 3+1+2+3.
     assert found.pairs.tolist() == [[18.0, 18.0, 12.0, 9.0]]
@@ -34,7 +34,7 @@ def test_the_pairs_of_a_round_by_hand():
 
 def test_ulysses_computes_whole_samples_with_a_part_of_the_heads():
     samples = RecordedSamples("", "", ((3, 5),))
-    found = DocumentLoads(samples, 8, make_part("context", "ulysses")).rounds(2, 1, 1)
+    found = DocumentLoads(samples, 8, make_part("context", "ulysses")).sets(2, 1, 1)
     assert found.pairs[0].tolist() == [10.5, 10.5]
 
 
@@ -56,10 +56,10 @@ def test_samples_of_one_document_are_even(strategy):
 def test_only_ranks_that_wait_for_each_other_count():
     samples = RecordedSamples("", "", ((8,), (1,) * 8))
     loads = DocumentLoads(samples, 8, make_part("context", "ring"))
-    pairs = loads.rounds(1, 2, 1).pairs
+    pairs = loads.sets(1, 2, 1).pairs
     assert set(pairs.ravel().tolist()) == {36.0, 8.0}
-    together = loads.load(AttentionPeers(1, 2, 1, group=2, num_rounds=len(pairs)), 0)
-    apart = loads.load(AttentionPeers(1, 2, 1, group=1, num_rounds=len(pairs)), 0)
+    together = loads.load(AttentionPeers(1, 2, 1, group=2, num_sets=len(pairs)), 0)
+    apart = loads.load(AttentionPeers(1, 2, 1, group=1, num_sets=len(pairs)), 0)
     assert together.keys == pytest.approx(pairs.max(1).mean() / 8)
     assert apart.keys == pytest.approx(pairs.mean(0).max() / 8)
     assert apart.keys < together.keys
@@ -70,23 +70,23 @@ def test_rounds_one_by_one_have_the_mean_of_all():
     loads = loads_of("wlb", 8192)
     peers = AttentionPeers(2, 2, 1, 4, 8)
     whole = loads.load(peers, 0)
-    count = len(loads.rounds(2, 2, 1).pairs)
-    keys = [replace(loads, only_round=i).load(peers, 0).keys for i in range(count)]
+    count = len(loads.sets(2, 2, 1).pairs)
+    keys = [replace(loads, only_set=i).load(peers, 0).keys for i in range(count)]
     assert np.mean(keys) == pytest.approx(whole.keys)
     assert np.std(keys) > 0
-    assert replace(loads, only_round=count).load(peers, 0) == replace(loads, only_round=0).load(peers, 0)
+    assert replace(loads, only_set=count).load(peers, 0) == replace(loads, only_set=0).load(peers, 0)
 
 
 @pytest.mark.parametrize(
     "strategy", [make_part("context", "ring"), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"]
 )
-@pytest.mark.parametrize("num_rounds", [1, 3, 100])
-def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
+@pytest.mark.parametrize("num_sets", [1, 3, 100])
+def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_sets):
     loads = replace(loads_of("wlb", 8192), strategy=strategy)
     for window in (0, 100):
-        peers = AttentionPeers(2, 64, 2, 2, num_rounds)
+        peers = AttentionPeers(2, 64, 2, 2, num_sets)
         bound = replace(loads, is_lower_bound=True).load(peers, window)
-        assert len(loads.known_rounds) == bool(window)
+        assert len(loads.known_sets) == bool(window)
         load = loads.load(peers, window)
         assert bound.keys <= load.keys * (1 + 1e-12)
         assert bound.mean_keys == pytest.approx(load.mean_keys, rel=1e-12)
@@ -96,16 +96,16 @@ def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
 @pytest.mark.parametrize("placement", ["samples", "documents"])
 def test_nodes_that_hold_whole_samples_need_no_plan_of_their_own(placement):
     loads = replace(loads_of("wlb", 8192), strategy=replace(PLANNED, placement=placement))
-    shared = loads.rounds(4, 4, 1)
-    assert loads.rounds(4, 4, 1, 0, 8) is shared
+    shared = loads.sets(4, 4, 1)
+    assert loads.sets(4, 4, 1, 0, 8) is shared
     assert not shared.exchanged["remote_keys"].any()
-    assert loads.rounds(4, 4, 1, 0, 2).exchanged["remote_keys"].any()
+    assert loads.sets(4, 4, 1, 0, 2).exchanged["remote_keys"].any()
 
 
 def test_all_strategies_see_the_same_documents():
     loads = loads_of("wikipedia", 8192)
     means = [
-        replace(loads, strategy=s).rounds(2, 4, 1).pairs.mean() for s in (make_part("context", "ring"), PLANNED, LAST)
+        replace(loads, strategy=s).sets(2, 4, 1).pairs.mean() for s in (make_part("context", "ring"), PLANNED, LAST)
     ]
     assert means[0] == means[1] == means[2]
 
@@ -125,13 +125,13 @@ def test_the_balance_of_the_strategies_has_the_known_shape(row):
     name, seq_len, cp, dp, samples, documents, balanced, hosts, keys, queries = row
     loads = loads_of(name, seq_len)
     found = {
-        placement: replace(loads, strategy=replace(PLANNED, placement=placement)).rounds(cp, dp, 1).max_over_mean
+        placement: replace(loads, strategy=replace(PLANNED, placement=placement)).sets(cp, dp, 1).max_over_mean
         for placement in ("samples", "documents", "balanced")
     }
     # Documents over the cp ranks of their sample are the most even of the placements, zigzags of samples the least.
     assert found["documents"] < found["balanced"] < found["samples"]
     assert found == pytest.approx({"samples": samples, "documents": documents, "balanced": balanced}, rel=0.3)
-    last = replace(loads, strategy=replace(LAST, placement="balanced")).rounds(cp, dp, 1)
+    last = replace(loads, strategy=replace(LAST, placement="balanced")).sets(cp, dp, 1)
     assert last.max_over_mean == pytest.approx(hosts, abs=0.06)
     assert last.received_keys == pytest.approx(keys, rel=0.3)
     assert last.moved_queries == pytest.approx(queries, rel=0.3)
@@ -141,14 +141,14 @@ def test_the_balance_of_the_strategies_has_the_known_shape(row):
 
 @pytest.mark.parametrize("name", ["wikipedia", "wlb", "prolong", "magi"])
 def test_balanced_hosts_are_within_a_tenth_of_the_mean(name):
-    assert replace(loads_of(name), strategy=LAST).rounds(8, 4, 1).max_over_mean <= 1.1
+    assert replace(loads_of(name), strategy=LAST).sets(8, 4, 1).max_over_mean <= 1.1
     # On 1,024 ranks, a block of 128 rows at the end of the longest documents is a tenth of a rank's work.
     fine = replace(LAST, block=64)
-    assert replace(loads_of(name), strategy=fine).rounds(8, 128, 1).max_over_mean <= 1.1
+    assert replace(loads_of(name), strategy=fine).sets(8, 128, 1).max_over_mean <= 1.1
 
 
 def test_equal_documents_need_no_moves():
     lengths = StreamedSamples(ListedLengths("", "", [64]))
-    found = DocumentLoads(lengths, 1024, replace(LAST, placement="documents")).rounds(2, 2, 1)
+    found = DocumentLoads(lengths, 1024, replace(LAST, placement="documents")).sets(2, 2, 1)
     assert found.max_over_mean == 1
     assert found.moved_queries == 0

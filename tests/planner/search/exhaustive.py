@@ -16,14 +16,14 @@ from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
 from moefold.planner.search.memory_filter import MemoryFilter
-from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
+from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 
 
 def found_by(search: Search, count: int) -> list[PlannedMapping]:
     """Return the best plans that fit, each of another fold."""
-    return search.find([MappingGroup(count)])[0]
+    return search.find([SearchTarget(count)])[0]
 
 
 def searching(

@@ -11,7 +11,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER
 from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
-from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
+from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
@@ -162,7 +162,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
             workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
         )
         planners = ((count, Planner(request.with_num_gpus(count))) for count in range(1, 17))
-        slow = next((count for count, one in planners if one.num_folds and one.search.find([MappingGroup()])[0]), None)
+        slow = next((count for count, one in planners if one.num_folds and one.search.find([SearchTarget()])[0]), None)
         assert Planner(request).smallest_num_gpus() == slow
 
 

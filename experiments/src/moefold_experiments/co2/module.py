@@ -62,7 +62,9 @@ class OuterOfWholeRounds(OuterOptimizer):
     def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Move the weights by their difference again; local."""
         names = self.names(fragments)
-        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, delta), strict=True):
+        for (name, residual), part in zip(
+            self.visit(names, ["residual"]), self.vector_slices(names, delta), strict=True
+        ):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
 
@@ -118,7 +120,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         if not self._moves_both:
             super().set_buffers(mean, fragments, keep_local)
             return
-        for buffer, part in self.parts_of_buffers(mean, fragments):
+        for buffer, part in self.buffer_slices(mean, fragments):
             buffer.add_(part)
 
     def mean_square(self, round_: PendingRound) -> float:
@@ -130,22 +132,22 @@ class OuterOfWholeRounds(OuterOptimizer):
         self.last_update = 0.0
 
     @property
-    def carried(self) -> int:
+    def transferred_state(self) -> int:
         """The bits of the norm of the last outer step."""
         return float_to_bits(self.last_update)
 
-    @carried.setter
-    def carried(self, number: int) -> None:
+    @transferred_state.setter
+    def transferred_state(self, number: int) -> None:
         self.last_update = bits_to_float(number)
 
     def state(self) -> dict[str, int]:
         """Return the numbers of the state, without its tensors."""
-        return super().state() | ({LAST_UPDATE: self.carried} if self._method.penalty else {})
+        return super().state() | ({LAST_UPDATE: self.transferred_state} if self._method.penalty else {})
 
     def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:
         """Restore the state of a checkpoint; see the base class."""
         super().restore(state, load, due)
-        self.carried = state.get(LAST_UPDATE, 0)
+        self.transferred_state = state.get(LAST_UPDATE, 0)
 
 
 def _same_sum_of_ranks(number: float) -> float:

@@ -73,7 +73,7 @@ class OuterOfPairs(OuterOptimizer):
         """
         norms = OuterNorms()
         names = self.names(fragments)
-        parts = zip(self.parts(names, delta), self.parts(names, mean), strict=True)
+        parts = zip(self.vector_slices(names, delta), self.vector_slices(names, mean), strict=True)
         for (name, weights), (own_d, merged) in zip(self.visit_weights(names), parts, strict=True):
             self.add_norms(norms, name, weights, own_d, weights - merged)
             weights.copy_(merged)

@@ -45,7 +45,7 @@ class OuterOfOwners(OuterOptimizer):
         super().__init__(ordered, buffers, settings, state_store, experts=experts, **kwargs)
 
     def select(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a view of the rows of this site's experts; a parameter that no site owns as it is."""
+        """Return a view of the rows of this site's experts. Other parameters are returned unchanged."""
         return select_owned(tensor, self._settings.count, self._settings.number) if name in self.owned else tensor
 
     def width(self, name: str, *, is_mean: bool = False) -> int:
@@ -67,7 +67,7 @@ class OuterOfOwners(OuterOptimizer):
         return sum(self.width(name) for name in self.owned_names(fragments))
 
     def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
-        """Return the differences that the site sends; of experts, only the experts that it owns."""
+        """Return the differences that the site sends. For experts, only the owned ones."""
         return SentVector(delta, self.num_coded(fragments), self.num_gathered(fragments))
 
     def with_received_values(
@@ -86,7 +86,7 @@ class OuterOfOwners(OuterOptimizer):
             fragments: the fragments of the round.
             mean: the weighted mean of the members' vectors; not read for owned experts.
             of_members: the decoded differences of each member's experts, [members, `num_gathered`]; zeros of a member
-                that does not count. None: this rank has none of experts.
+                that does not count. None: this rank holds no experts.
             members: the sites of the round.
 
         Returns:
@@ -113,13 +113,16 @@ class OuterOfOwners(OuterOptimizer):
         """Return the elements of the mean of a round that this site would send."""
         names = self.names(fragments)
         found = []
-        for name, part in zip(names, self.parts(names, mean, is_mean=True), strict=True):
+        for name, part in zip(names, self.vector_slices(names, mean, is_mean=True), strict=True):
             values = self.select(name, part).flatten().to("cpu", self.dtype)
             found += [values, values.new_zeros(self.width(name) - len(values))]
         return torch.cat([*found, mean[sum(self.width(name, is_mean=True) for name in names) :]])
 
     def move(self, name: str, theta: Tensor, weights: Tensor, update: Tensor, keep_local: float) -> None:
-        """Move the outer weights, which replace a share of the site's own and all of experts that it does not train."""
+        """Move the outer weights.
+
+        They replace a share of the weights of the site's own experts, and the whole weights of other experts.
+        """
         if name not in self.owned or not keep_local:
             super().move(name, theta, weights, update, keep_local)
             return

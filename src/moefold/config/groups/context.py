@@ -14,8 +14,8 @@ AttentionHosts = Literal["home", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundPlan:
-    """Ranks that hold the tokens of a round of micro-batches, and that compute their attention."""
+class MicroBatchSetPlan:
+    """Ranks that hold the tokens of a micro-batch set, and that compute their attention."""
 
     placement: TokenPlacement = "samples"
     """Tokens of a rank. samples: two chunks of each sample. documents: two chunks of each document of its samples.
@@ -34,7 +34,7 @@ class RoundPlan:
     "balanced")."""
 
     @property
-    def balances_hosts(self) -> bool:
+    def balances_compute_ranks(self) -> bool:
         """Return whether ranks with too much attention work send queries to others."""
         return self.hosts == BALANCED
 
@@ -52,10 +52,10 @@ class RoundPlan:
         """Return the consecutive ranks of dp x cp that exchange rows of keys or queries."""
         if self.placement == BALANCED:
             return cp * dp
-        return self.pool or cp * dp if self.balances_hosts else cp
+        return self.pool or cp * dp if self.balances_compute_ranks else cp
 
 
-_UNPLANNED = RoundPlan()
+_UNPLANNED = MicroBatchSetPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,13 @@ class ContextPart(Part):
     """True if sparse attention, which selects among the keys of the whole sequence, may use this kind."""
 
     @property
-    def plan(self) -> RoundPlan:
-        """Return the plan of rounds; the default divides each sample among its ranks."""
+    def plan(self) -> MicroBatchSetPlan:
+        """Return the plan of micro-batch sets; the default divides each sample among its ranks."""
         return _UNPLANNED
 
     @property
     def is_planned(self) -> bool:
-        """Return whether the runtime plans the attention of each round by its documents; `build` is not called then."""
+        """Return whether the runtime plans the attention of documents, without a call of `build`."""
         return self.plan is not _UNPLANNED
 
     def variants(self) -> Iterator["ContextPart"]:

@@ -1,4 +1,7 @@
-"""Losses of the last pipeline stage that a recipe chooses; losses of preferences and policies are in `objectives/`."""
+"""Losses of the last pipeline stage that a recipe chooses.
+
+Losses of preferences and policies are in `objectives/`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from moefold.config.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.limits import MAX_WIDTH
@@ -107,8 +107,8 @@ class RouterScorePart(Part):
         """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
         return 0
 
-    def decodes_softmax_after_choice(self) -> bool | None:
-        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None if it cannot."""
+    def softmax_in_decoding(self) -> Literal["pre", "post"] | None:
+        """Return the softmax that decoding in C takes: of all logits, of the chosen logits, or none that C has."""
         return None
 
     def fused_options(self) -> dict[str, bool] | None:

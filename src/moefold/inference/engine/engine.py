@@ -1,4 +1,4 @@
-"""Rollout engine: continuous batching over a paged KV cache, for an inference model or a model in training."""
+"""Generation engine: continuous batching over a paged KV cache, for an inference model or a model in training."""
 
 import logging
 from collections import Counter
@@ -87,7 +87,7 @@ def model_cache_sizes(model: InferenceModel | ParallelModel) -> CacheSizes:
     return CacheSizes(stage.config, model.stage_plan, model.groups.layout.tp, stage.dtype.itemsize, positions)
 
 
-class RolloutEngine:
+class GenerationEngine:
     """Generates completions of any number of requests at once.
 
     The tokens and log-probabilities of a request do not depend on the other requests or the settings. Ranks of tp and
@@ -118,7 +118,7 @@ class RolloutEngine:
         self._max_pages = cache_pages(sizes, settings)
 
     @contextmanager
-    def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
+    def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["GenerationSession"]:
         """Open a generation, which accepts new requests while others run; collective over all ranks.
 
         The weights must not change inside this context. Requests with a grammar need `constrain`.
@@ -135,7 +135,7 @@ class RolloutEngine:
                 share_prompts=self._settings.share_prompts,
             )
             scheduler = PassScheduler(limits)
-            yield OpenGeneration(
+            yield GenerationSession(
                 chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
             )
         if isinstance(self._model, InferenceModel) and (message := self._model.record_kernel_times()):
@@ -165,16 +165,16 @@ class RolloutEngine:
             num_pages = min(num_pages, self._max_pages)
         completions: list[Completion | None] = [None] * len(requests)
         with self.open(num_pages) as generation:
-            for number, request in enumerate(requests):
-                generation.add(number, request)
+            for request_id, request in enumerate(requests):
+                generation.add(request_id, request)
             recorder = self._model.groups.recorder
             while generation.any_rank_has_work():
                 recorder.note_progress()
                 for new in generation.step(is_complete):
                     if on_token is not None:
-                        on_token(new.number, new.token)
+                        on_token(new.request_id, new.token)
                     if new.finish_reason is not None:
-                        completions[new.number] = generation.pop(new.number, new.finish_reason)
+                        completions[new.request_id] = generation.pop(new.request_id, new.finish_reason)
         return self._with_merged_routing([completion for completion in completions if completion is not None])
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
@@ -187,8 +187,8 @@ class RolloutEngine:
         return [replace(completion, expert_ids=ids) for completion, ids in zip(completions, merged, strict=True)]
 
 
-class OpenGeneration:
-    """Samples that are generated together; see `RolloutEngine.open`."""
+class GenerationSession:
+    """Samples that are generated together; see `GenerationEngine.open`."""
 
     def __init__(
         self,
@@ -209,24 +209,24 @@ class OpenGeneration:
         self._open: dict[int, _OpenSample] = {}
         self._steps_together = shares_experts_over_samples(chain)
 
-    def add(self, number: int, request: Request) -> None:
+    def add(self, request_id: int, request: Request) -> None:
         """Add a request that fits into the cache; see `check_requests`.
 
-        The number is unique among the samples that are not popped; smaller numbers have priority.
+        `request_id` is unique among the samples that are not popped; smaller ids have priority.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
-        self._open[number] = _OpenSample(request, sampling, UniformStream(sampling.seed, request))
-        self._scheduler.add(number, request)
+        self._open[request_id] = _OpenSample(request, sampling, UniformStream(sampling.seed, request))
+        self._scheduler.add(request_id, request)
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Remove an incomplete sample."""
-        del self._open[number]
-        self._scheduler.finish(number)
+        del self._open[request_id]
+        self._scheduler.finish(request_id)
 
-    def pop(self, number: int, finish_reason: FinishReason) -> Completion:
+    def pop(self, request_id: int, finish_reason: FinishReason) -> Completion:
         """Return a complete sample and remove it from the engine."""
-        sample = self._open.pop(number)
+        sample = self._open.pop(request_id)
         return Completion(
             tokens=tuple(sample.tokens),
             log_probs=tuple(sample.log_probs),
@@ -259,52 +259,54 @@ class OpenGeneration:
         self._decoder.copy_states(work.state_copies)
         device = self._chain.groups.device
         tokens_R, rows, picked_N = _pass_tensors(work.segments, device, self._scheduler.page_positions)
-        numbers = [segment.number for segment in work.segments if segment.number >= 0]
-        scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
+        request_ids = [segment.request_id for segment in work.segments if segment.request_id >= 0]
+        scored = (
+            [] if all(segment.scored_id < 0 for segment in work.segments) else self._scored_prompt_rows(work.segments)
+        )
         if scored:
             scored_rows = copy_to_device(torch.tensor([token.row for token in scored]), picked_N.device)
             picked_N = torch.cat([picked_N, scored_rows])
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         if scored:
-            self._score(None if logits_NV is None else logits_NV[len(numbers) :], scored)
-            logits_NV = None if logits_NV is None else logits_NV[: len(numbers)]
-        if not numbers:
+            self._record_prompt_scores(None if logits_NV is None else logits_NV[len(request_ids) :], scored)
+            logits_NV = None if logits_NV is None else logits_NV[: len(request_ids)]
+        if not request_ids:
             return []
-        return self._advance(self._draw(logits_NV, numbers), is_complete)
+        return self._advance(self._draw(logits_NV, request_ids), is_complete)
 
-    def _scored(self, segments: Sequence[PassSegment]) -> list["_Scored"]:
+    def _scored_prompt_rows(self, segments: Sequence[PassSegment]) -> list["_ScoredToken"]:
         """Return the rows of a pass whose next token belongs to a scored prompt."""
         scored = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.tokens)
-            if segment.scored_number < 0:
+            if segment.scored_id < 0:
                 continue
-            prompt = self._open[segment.scored_number].request.prompt
+            prompt = self._open[segment.scored_id].request.prompt
             positions = range(segment.first, min(segment.first + len(segment.tokens), len(prompt) - 1))
             scored += [
-                _Scored(start + position - segment.first, segment.scored_number, position + 1, prompt[position + 1])
+                _ScoredToken(start + position - segment.first, segment.scored_id, position + 1, prompt[position + 1])
                 for position in positions
             ]
         return scored
 
-    def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
+    def _record_prompt_scores(self, logits_MV: Tensor | None, scored: Sequence["_ScoredToken"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
         groups = self._chain.groups
-        alternatives = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
+        alternatives = [self._open[token.request_id].request.prompt_alternatives or 0 for token in scored]
         count = max(alternatives)
-        found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
+        results_XM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
             tokens_M = copy_to_device(torch.tensor([token.token for token in scored]), groups.device)
-            found_DM[0] = self._log_probs(logits_MV, tokens_M)
+            results_XM[0] = self._log_probs(logits_MV, tokens_M)
             if count:
                 stage = self._chain.last_stage
                 assert stage is not None
-                found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
-        rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
+                results_XM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
+        rows = self._chain.broadcast_from_last_stage(results_XM).t().tolist()
         for token, num_best, (log_prob, *best) in zip(scored, alternatives, rows, strict=True):
             score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, num_best))
-            self._open[token.number].prompt_scores[token.position] = score
+            self._open[token.request_id].prompt_scores[token.position] = score
 
     def _log_probs(self, logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
         """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""
@@ -313,13 +315,13 @@ class OpenGeneration:
         vocab_range = stage.head.vocab_parallel.vocab_range
         return token_log_probs(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops)
 
-    def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
+    def _changed_logits(self, whole_NV: Tensor, request_ids: Sequence[int]) -> Tensor:
         """Return the logits for the draws: the logits of samples with rules are changed."""
-        if all(self._open[number].request.rules is None for number in numbers):
+        if all(self._open[request_id].request.rules is None for request_id in request_ids):
             return whole_NV
         changed_NV = whole_NV.clone()
-        for row_V, number in zip(changed_NV, numbers, strict=True):
-            sample = self._open[number]
+        for row_V, request_id in zip(changed_NV, request_ids, strict=True):
+            sample = self._open[request_id]
             rules = sample.request.rules
             if rules is None:
                 continue
@@ -329,83 +331,83 @@ class OpenGeneration:
             change_logits(row_V, sample.request, rules, sample.tokens, sample.constraint)
         return changed_NV
 
-    def _draw(self, logits_NV: Tensor | None, numbers: Sequence[int]) -> list[NewToken]:
+    def _draw(self, logits_NV: Tensor | None, request_ids: Sequence[int]) -> list[NewToken]:
         """Draw the next token of each sample on the last stage; return the tokens on every rank."""
         groups = self._chain.groups
-        count = max(self._open[number].request.num_alternatives for number in numbers)
+        count = max(self._open[request_id].request.num_alternatives for request_id in request_ids)
         # Tokens and log-probabilities of the drawn and the most likely tokens.
-        found_DN = torch.zeros(2 + 2 * count, len(numbers), dtype=torch.float64, device=groups.device)
+        results_XN = torch.zeros(2 + 2 * count, len(request_ids), dtype=torch.float64, device=groups.device)
         stage = self._chain.last_stage
         if logits_NV is not None:
             assert stage is not None
-            draws = [self._open[number].next_draw() for number in numbers]
+            draws = [self._open[request_id].next_draw() for request_id in request_ids]
             vocab_parallel = stage.head.vocab_parallel
             whole_NV = vocab_parallel.gather(logits_NV)
-            tokens_N = torch.zeros(len(numbers), dtype=torch.int64, device=groups.device)
+            tokens_N = torch.zeros(len(request_ids), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                tokens_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws, stage.kernels.draw)
-                self._advance_grammars(numbers, tokens_N)
+                tokens_N = choose_tokens(self._changed_logits(whole_NV, request_ids), draws, stage.kernels.draw)
+                self._advance_grammars(request_ids, tokens_N)
             # Only one rank draws: ranks with different rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
-            found_DN[0] = tokens_N
-            found_DN[1] = self._log_probs(scaled_NV, tokens_N.clamp(min=0))
+            results_XN[0] = tokens_N
+            results_XN[1] = self._log_probs(scaled_NV, tokens_N.clamp(min=0))
             if count:
-                found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
+                results_XN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         # The only time that a pass waits for the device.
-        rows = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
+        rows = self._chain.broadcast_from_last_stage(results_XN).t().tolist()
         check_drawn([token for token, *_ in rows])
-        return [self._new_token(number, *fields) for number, fields in zip(numbers, rows, strict=True)]
+        return [self._new_token(request_id, *fields) for request_id, fields in zip(request_ids, rows, strict=True)]
 
-    def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
+    def _new_token(self, request_id: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with the requested number of alternatives."""
-        sample = self._open[number]
+        sample = self._open[request_id]
         scores: tuple[PromptScore, ...] = ()
         if sample.prompt_scores and not sample.tokens:
             scores = tuple(sample.prompt_scores[position] for position in range(1, len(sample.request.prompt)))
         alternatives = _alternatives(token, log_prob, best, sample.request.num_alternatives)
-        return NewToken(number, int(token), log_prob, None, alternatives, scores)
+        return NewToken(request_id, int(token), log_prob, None, alternatives, scores)
 
-    def _advance_grammars(self, numbers: Sequence[int], tokens_N: Tensor) -> None:
-        if all(self._open[number].constraint is None for number in numbers):
+    def _advance_grammars(self, request_ids: Sequence[int], tokens_N: Tensor) -> None:
+        if all(self._open[request_id].constraint is None for request_id in request_ids):
             return
-        for number, token in zip(numbers, tokens_N.tolist(), strict=True):
-            if (constraint := self._open[number].constraint) is not None and token != NO_TOKEN:
+        for request_id, token in zip(request_ids, tokens_N.tolist(), strict=True):
+            if (constraint := self._open[request_id].constraint) is not None and token != NO_TOKEN:
                 constraint.push(token)
 
     def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
         """Append the drawn tokens to their samples, and finish complete ones."""
         finished = []
         for new in drawn:
-            number = new.number
+            request_id = new.request_id
             token = new.token
-            sample = self._open[number]
+            sample = self._open[request_id]
             sample.tokens.append(token)
             sample.log_probs.append(new.log_prob)
             reason: FinishReason | None = None
             if token in sample.request.eos_ids:
                 reason = "eos"
-            elif is_complete is not None and is_complete(number, sample.tokens):
+            elif is_complete is not None and is_complete(request_id, sample.tokens):
                 reason = "stop"
             elif len(sample.tokens) == sample.request.max_tokens:
                 reason = "length"
             if reason is None:
-                self._scheduler.append(number, token)
+                self._scheduler.append(request_id, token)
             else:
                 if self._records_routing:
-                    sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
-                self._scheduler.finish(number)
+                    sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(request_id))
+                self._scheduler.finish(request_id)
             finished.append(new if reason is None else new._replace(finish_reason=reason))
         return finished
 
 
-class _Scored(NamedTuple):
+class _ScoredToken(NamedTuple):
     """Token of a prompt whose log-probability is reported."""
 
     row: int
     """Row of the pass whose logits predict it."""
-    number: int
-    """Number of the sample."""
+    request_id: int
+    """Id of the sample."""
     position: int
     token: int
 
@@ -444,7 +446,7 @@ def _pass_tensors(
     tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
     for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
         row[:num_pages] = segment.table.pages[:num_pages]
-    drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
+    drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.request_id >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
     state_slots = np.array([segment.state_slot for segment in segments], np.int64)

@@ -1,4 +1,4 @@
-"""Requests and completions of the rollout engine, and its settings."""
+"""Requests and completions of the generation engine, and its settings."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -32,7 +32,7 @@ class LogitRules:
     min_tokens: int = 0
     """Minimum new tokens before an end-of-text token."""
     grammar: str = ""
-    """Grammar of the sample's text, for `RolloutEngine.open`; empty: any text."""
+    """Grammar of the sample's text, for `GenerationEngine.open`; empty: any text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ class PromptScore(NamedTuple):
 class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
-    number: int
-    """Number of the request, see `OpenGeneration.add`."""
+    request_id: int
+    """Id of the request, see `GenerationSession.add`."""
     token: int
     log_prob: float
     finish_reason: FinishReason | None
@@ -111,7 +111,7 @@ class NewToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Limits of the rollout engine on one rank. They change speed and memory, not completions."""
+    """Limits of the generation engine on one rank. They change speed and memory, not completions."""
 
     slots: int = 256
     """Maximum samples that are decoded at a time."""

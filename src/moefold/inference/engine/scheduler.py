@@ -40,12 +40,12 @@ class PassSegment(NamedTuple):
     """Position of the first token."""
     table: PageTable
     """Pages of the sequence, including the pages of these tokens."""
-    number: int
-    """Number of the sample whose next token is drawn after the last of these tokens; -1: no draw."""
+    request_id: int
+    """Id of the sample whose next token is drawn after the last of these tokens; -1: no draw."""
     state_slot: int
     """Slot of the sequence's recurrent state."""
-    scored_number: int = -1
-    """Number of the sample whose prompt's log-probabilities are reported; -1: no report."""
+    scored_id: int = -1
+    """Id of the sample whose prompt's log-probabilities are reported; -1: no report."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class _Sequence:
 class _Sample(_Sequence):
     """Request with its new tokens."""
 
-    def __init__(self, number: int, request: Request, table: PageTable, slots: StateSlots) -> None:
+    def __init__(self, request_id: int, request: Request, table: PageTable, slots: StateSlots) -> None:
         super().__init__(list(request.prompt), table, slots)
-        self.number = number
+        self.request_id = request_id
         self.prompt = request.prompt
         self.is_active = False
         self.scores_prompt = request.prompt_alternatives is not None
@@ -114,7 +114,7 @@ class _Sample(_Sequence):
 class PassScheduler:
     """Scheduler of the tokens of the next pass.
 
-    After each `next_pass`, `append` or `finish` must be called for every segment with a number. All decisions are a
+    After each `next_pass`, `append` or `finish` must be called for every segment with an id. All decisions are a
     function of the calls, so ranks with the same calls agree.
     """
 
@@ -123,7 +123,7 @@ class PassScheduler:
         self._limits = limits
         self._pool = PagePool(limits.num_pages, limits.page_positions)
         self._samples: dict[int, _Sample] = {}
-        # Both are sorted by number.
+        # Both are sorted by id.
         self._waiting: list[_Sample] = []
         self._active: list[_Sample] = []
         self._prefixes: dict[tuple[int, ...], _Sequence] = {}
@@ -146,19 +146,19 @@ class PassScheduler:
         """Return whether a sample is unfinished."""
         return bool(self._samples)
 
-    def add(self, number: int, request: Request) -> None:
-        """Add a sample that fits into the cache; its number is unique, at least 0, and smaller ones have priority."""
+    def add(self, request_id: int, request: Request) -> None:
+        """Add a sample that fits into the cache; its id is unique, at least 0, and smaller ones have priority."""
         max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
-        assert number not in self._samples, number
-        sample = _Sample(number, request, PageTable(self._pool, max_pages), self._slots)
-        self._samples[number] = sample
+        assert request_id not in self._samples, request_id
+        sample = _Sample(request_id, request, PageTable(self._pool, max_pages), self._slots)
+        self._samples[request_id] = sample
         self._num_unfinished[sample.prompt] += 1
-        bisect.insort(self._waiting, sample, key=_number)
+        bisect.insort(self._waiting, sample, key=_request_id)
 
-    def cached_slots(self, number: int) -> NDArray[np.int64]:
+    def cached_slots(self, request_id: int) -> NDArray[np.int64]:
         """Return the cache index of each token of a drawn sample: page * positions + offset, int64."""
-        sample = self._samples[number]
+        sample = self._samples[request_id]
         assert sample.is_active
         positions = np.arange(sample.num_cached)
         page_positions = self._limits.page_positions
@@ -166,16 +166,16 @@ class PassScheduler:
         slots: NDArray[np.int64] = pages * page_positions + positions % page_positions
         return slots
 
-    def append(self, number: int, token: int) -> None:
+    def append(self, request_id: int, token: int) -> None:
         """Add a drawn token to its sample."""
-        sample = self._samples[number]
+        sample = self._samples[request_id]
         assert sample.is_active
         assert not sample.num_pending, "the sample was not drawn"
         sample.tokens.append(token)
 
-    def finish(self, number: int) -> None:
+    def finish(self, request_id: int) -> None:
         """Remove a sample, drawn or not, and free its pages."""
-        sample = self._samples.pop(number)
+        sample = self._samples.pop(request_id)
         (self._active if sample.is_active else self._waiting).remove(sample)
         sample.clear()
         self._num_unfinished[sample.prompt] -= 1
@@ -225,25 +225,25 @@ class PassScheduler:
     def _decode_segment(self, sample: _Sample) -> PassSegment | None:
         """Return the last token of a sample, whose others are cached; None without a page for it."""
         first = sample.num_cached
-        if not self._reserve(sample, 1, sample.number):
+        if not self._reserve(sample, 1, sample.request_id):
             return None
         sample.num_cached = first + 1
-        return PassSegment(sample.tokens[first:], first, sample.table, sample.number, self._state_slot(sample))
+        return PassSegment(sample.tokens[first:], first, sample.table, sample.request_id, self._state_slot(sample))
 
     def _prefill_segment(self, sample: _Sample, room: int) -> PassSegment | None:
         """Return the next tokens of a prompt, at most `room`; None without room or pages."""
         assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
         sequence: _Sequence = sample if sample.prefix is None else sample.prefix
-        count = self._reserve(sequence, min(sequence.num_pending, room), sample.number)
+        count = self._reserve(sequence, min(sequence.num_pending, room), sample.request_id)
         if not count:
             return None
         first = sequence.num_cached
         sequence.num_cached += count
         is_drawn = sequence is sample and not sample.num_pending
         tokens = sequence.tokens[first : first + count]
-        number = sample.number if is_drawn else -1
-        scored = sample.number if sample.scores_prompt else -1
-        return PassSegment(tokens, first, sequence.table, number, self._state_slot(sequence), scored)
+        request_id = sample.request_id if is_drawn else -1
+        scored = sample.request_id if sample.scores_prompt else -1
+        return PassSegment(tokens, first, sequence.table, request_id, self._state_slot(sequence), scored)
 
     def _state_slot(self, sequence: _Sequence) -> int:
         """Return the slot of a sequence's state; a new slot may come from a shared prompt that no sample waits for.
@@ -275,7 +275,7 @@ class PassScheduler:
             num_free -= num_pages
             del self._waiting[0]
             sample.is_active = True
-            bisect.insort(self._active, sample, key=_number)
+            bisect.insort(self._active, sample, key=_request_id)
             sample.prefix = prefix if prefix is not None else self._new_prefix(sample)
 
     def _new_prefix(self, sample: _Sample) -> _Sequence | None:
@@ -288,10 +288,10 @@ class PassScheduler:
         self._prefixes[sample.prompt] = prefix
         return prefix
 
-    def _reserve(self, sequence: _Sequence, count: int, number: int) -> int:
+    def _reserve(self, sequence: _Sequence, count: int, request_id: int) -> int:
         """Provide pages for the next tokens of a sequence; return the number of tokens with pages.
 
-        Samples younger than `number` may lose their pages.
+        Samples younger than `request_id` may lose their pages.
         """
         first = sequence.num_cached
         table = sequence.table
@@ -300,7 +300,7 @@ class PassScheduler:
         while table.shares_page_of(first) or table.capacity < first + count:
             page = self._pool.take()
             if page is None:
-                if not self._free_pages(number):
+                if not self._free_pages(request_id):
                     return 0 if table.shares_page_of(first) else max(0, table.capacity - first)
             elif table.shares_page_of(first):
                 self._copies.append((table.replace(first, page), page))
@@ -308,7 +308,7 @@ class PassScheduler:
                 table.append(page)
         return count
 
-    def _free_pages(self, number: int) -> bool:
+    def _free_pages(self, request_id: int) -> bool:
         """Remove one holder of pages; return False if there are only older samples.
 
         The holder is a shared part of a prompt that no sample waits for, or else the youngest sample.
@@ -316,13 +316,13 @@ class PassScheduler:
         if self._remove_idle_prefix():
             return True
         youngest = self._active[-1]
-        if youngest.number <= number:
+        if youngest.request_id <= request_id:
             return False
         youngest.clear()
         youngest.prefix = None
         youngest.is_active = False
         self._active.remove(youngest)
-        bisect.insort(self._waiting, youngest, key=_number)
+        bisect.insort(self._waiting, youngest, key=_request_id)
         self.num_preemptions += 1
         return True
 
@@ -337,5 +337,5 @@ class PassScheduler:
         return False
 
 
-def _number(sample: _Sample) -> int:
-    return sample.number
+def _request_id(sample: _Sample) -> int:
+    return sample.request_id

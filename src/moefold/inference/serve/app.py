@@ -24,7 +24,7 @@ from moefold.errors import ConfigError
 from moefold.host.http_protocol import make_server
 from moefold.host.listen import LOOPBACK_HOSTS, LOOPBACK_NAMES, listen, url_of
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import NewToken, Request
 from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.sampling import SamplingParams
@@ -205,15 +205,15 @@ class CompletionServer:
         index_of: dict[int, int] = {}
 
         def deliver(new: NewToken) -> None:
-            loop.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
+            loop.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.request_id], new)))
 
-        numbers = self._loop.submit(samples, deliver)
+        request_ids = self._loop.submit(samples, deliver)
         # This precedes the look-up of a delivered token, which happens on this thread after the next await.
-        index_of.update({number: i for i, number in enumerate(numbers)})
+        index_of.update({request_id: i for i, request_id in enumerate(request_ids)})
         try:
             yield arrived
         finally:
-            self._loop.cancel(numbers)
+            self._loop.cancel(request_ids)
 
     async def _parts(self, run: "_Run") -> AsyncGenerator[tuple[int, ChoiceText], None]:
         """Yield (index of the choice, part) of all samples as they arrive."""
@@ -234,7 +234,7 @@ class CompletionServer:
                     continue
                 delta = text.push(new)
                 if delta.finish_reason is not None and new.finish_reason is None:
-                    self._loop.cancel([new.number])
+                    self._loop.cancel([new.request_id])
                 if delta.text or delta.reasoning or delta.tokens or delta.calls or delta.finish_reason is not None:
                     yield index, delta
 
@@ -380,7 +380,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         tokenizer = open_tokenizer(job.source, job.options.tokenizer)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
         report_decoding(loaded, job.cfg.run)
-        engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
+        engine = GenerationEngine(loaded.model, job.settings, SamplingParams())
         grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
         with engine.open(job.num_pages, grammars.start) as generation:
             loop = EngineLoop(generation, loaded.groups)

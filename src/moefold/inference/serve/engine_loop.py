@@ -1,4 +1,7 @@
-"""Loop of a server around the rollout engine; requests join and leave between passes, equally on all ranks."""
+"""Loop of a server around the generation engine.
+
+Requests join and leave between passes, equally on all ranks.
+"""
 
 import itertools
 import queue
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 from moefold.comm.collectives import all_gather_objects, broadcast_object
 from moefold.comm.groups import ParallelGroups
-from moefold.inference.engine.engine import OpenGeneration
+from moefold.inference.engine.engine import GenerationSession
 from moefold.inference.engine.requests import NewToken, Request
 
 HEARTBEAT_S = 10.0
@@ -20,7 +23,7 @@ Deliver = Callable[[NewToken], None]
 
 @dataclass(frozen=True)
 class _Add:
-    number: int
+    request_id: int
     dp_rank: int
     """Data-parallel rank that generates the sample."""
     request: Request
@@ -28,7 +31,7 @@ class _Add:
 
 @dataclass(frozen=True)
 class _Cancel:
-    number: int
+    request_id: int
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,18 @@ _Command = _Add | _Cancel | None
 class EngineLoop:
     """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0."""
 
-    def __init__(self, generation: OpenGeneration, groups: ParallelGroups) -> None:
+    def __init__(self, generation: GenerationSession, groups: ParallelGroups) -> None:
         self._generation = generation
         self._groups = groups
         self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()
-        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
         self._receivers: dict[int, _Receiver] = {}
         """Receivers of the unfinished samples, including samples that have not been added yet; on rank 0."""
         self._dp_rank_of: dict[int, int] = {}
         """Data-parallel rank of each unfinished sample; the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
-        """Add a sample for each request, which fits into the cache, and return their numbers; thread-safe.
+        """Add a sample for each request, which fits into the cache, and return their ids; thread-safe.
 
         `deliver` receives each new token; the last token of a sample has its finish reason.
         """
@@ -69,15 +72,15 @@ class EngineLoop:
         for request in requests:
             dp_rank = min(load, key=lambda rank: (load[rank], rank))
             load[dp_rank] += 1
-            commands.append(_Add(next(self._numbers), dp_rank, request))
+            commands.append(_Add(next(self._request_ids), dp_rank, request))
         for command in commands:
-            self._receivers[command.number] = _Receiver(command.dp_rank, deliver)
+            self._receivers[command.request_id] = _Receiver(command.dp_rank, deliver)
         self._commands.put(commands)
-        return [command.number for command in commands]
+        return [command.request_id for command in commands]
 
-    def cancel(self, numbers: Sequence[int]) -> None:
+    def cancel(self, request_ids: Sequence[int]) -> None:
         """Stop samples, ignoring those that have ended. Thread-safe."""
-        self._commands.put([_Cancel(number) for number in numbers])
+        self._commands.put([_Cancel(request_id) for request_id in request_ids])
 
     def stop(self) -> None:
         """End `run` on all ranks; thread-safe."""
@@ -91,18 +94,18 @@ class EngineLoop:
             tokens = self._generation.step()
             for new in tokens:
                 if new.finish_reason is not None:
-                    self._generation.pop(new.number, new.finish_reason)
+                    self._generation.pop(new.request_id, new.finish_reason)
             for new in itertools.chain.from_iterable(all_gather_objects(tokens, self._groups.attn.dp)):
                 if new.finish_reason is not None:
-                    del self._dp_rank_of[new.number]
+                    del self._dp_rank_of[new.request_id]
                 self._send(new)
 
     def _send(self, new: NewToken) -> None:
-        receiver = self._receivers.get(new.number)
+        receiver = self._receivers.get(new.request_id)
         if receiver is None:
             return
         if new.finish_reason is not None:
-            del self._receivers[new.number]
+            del self._receivers[new.request_id]
         receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
@@ -123,11 +126,11 @@ class EngineLoop:
             if command is None:
                 return False
             if isinstance(command, _Add):
-                self._dp_rank_of[command.number] = command.dp_rank
+                self._dp_rank_of[command.request_id] = command.dp_rank
                 if command.dp_rank == self._groups.attn.dp.rank:
-                    self._generation.add(command.number, command.request)
-            elif (dp_rank := self._dp_rank_of.pop(command.number, None)) is not None:
-                self._receivers.pop(command.number, None)
+                    self._generation.add(command.request_id, command.request)
+            elif (dp_rank := self._dp_rank_of.pop(command.request_id, None)) is not None:
+                self._receivers.pop(command.request_id, None)
                 if dp_rank == self._groups.attn.dp.rank:
-                    self._generation.cancel(command.number)
+                    self._generation.cancel(command.request_id)
         return True

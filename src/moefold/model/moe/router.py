@@ -128,7 +128,7 @@ class Router(nn.Module):
         self._part = part
         self._moe = moe
         self._noise_seed = noise_seed
-        self._score = part.router
+        self._router_part = part.router
         self._choice = chosen_in(moe, ChoicePart)
         self._noise_width = part.router.noise_width(part.top_k, choices)
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
@@ -174,20 +174,20 @@ class Router(nn.Module):
             override = None
         if self.kernels.router is not None and logits_TE.dtype == torch.float32 and override is None:
             return self._route_fused(self.kernels.router, logits_TE, has_padding=token_positions.weights_T is not None)
-        scores_TE = self._score.scores(logits_TE, self._softmax)
+        scores_TE = self._router_part.scores(logits_TE, self._softmax)
         thresholds_E = None
         if self.training:
             thresholds_E = self._choice.thresholds(scores_TE.detach(), self.top_k, token_positions)
         noise_TN = self._choice_noise(token_positions)
-        ids_TK = self._score.choose(logits_TE.detach(), self.top_k, noise_TN)
+        ids_TK = self._router_part.choose(logits_TE.detach(), self.top_k, noise_TN)
         if ids_TK is None:
             ids_TK = self._select_experts(logits_TE.detach(), scores_TE.detach(), thresholds_E, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
-        probs_TK = self._score.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
+        probs_TK = self._router_part.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
         factor = self._part.router.scaling_factor
         probs_TK = (probs_TK if factor == 1 else probs_TK * factor).to(torch.promote_types(dtype, torch.float32))
-        return RoutingDecision(ids_TK, probs_TK, self._score.distribution(scores_TE), logits_TE, thresholds_E)
+        return RoutingDecision(ids_TK, probs_TK, self._router_part.distribution(scores_TE), logits_TE, thresholds_E)
 
     def _route_fused(self, kernel: RoutingKernel, logits_TE: Tensor, *, has_padding: bool) -> RoutingDecision:
         output = kernel(logits_TE, self.expert_bias)
@@ -266,17 +266,17 @@ class Router(nn.Module):
 
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return the routing of this router in evaluation if it needs only the largest logits and a softmax."""
-        is_post = self._score.decodes_softmax_after_choice()
+        softmax = self._router_part.softmax_in_decoding()
         by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.router.num_groups == 1
-        if is_post is None or not by_scores:
+        if softmax is None or not by_scores:
             return None
-        return SoftmaxRouting(is_post=is_post, scale=self._part.router.scaling_factor)
+        return SoftmaxRouting(is_post=softmax == "post", scale=self._part.router.scaling_factor)
 
     def _select_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
     ) -> Tensor:
         bias_E = self.expert_bias
-        ranking_TE = self._score.ranking(logits_TE, scores_TE) if bias_E is None else scores_TE + bias_E
+        ranking_TE = self._router_part.ranking(logits_TE, scores_TE) if bias_E is None else scores_TE + bias_E
         return self._choice.select(
             ChoiceInputs(
                 top_k=self.top_k,
@@ -298,7 +298,7 @@ class Router(nn.Module):
         """Choose the experts with the largest values, within the best groups if the recipe has groups."""
         part = self._part
         if part.router.num_groups > 1:
-            sums_top2 = self._score.sums_top2
+            sums_top2 = self._router_part.sums_top2
             values_TE = mask_to_top_groups(
                 values_TE, part.router.num_groups, part.router.top_groups, sums_top2=sums_top2
             )

@@ -1,4 +1,7 @@
-"""Triton implementation of `ExpertOps`; torch's grouped_mm is used where measured to be faster."""
+"""Triton implementation of `ExpertOps`.
+
+Torch's grouped_mm is used where measured to be faster.
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace

@@ -10,12 +10,12 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.cost.state_bytes import caches_quantized_weights
 from moefold.ops.autotune import Autotuner
+from moefold.ops.kernel_support import triton_unsupported_reason
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
-from moefold.validate.train import triton_unsupported_reason
 
 if TYPE_CHECKING:
     from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear

@@ -20,9 +20,9 @@ from moefold.ops.autotune import Autotuner
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.kernel_support import check_kernel_device, triton_unsupported_reason
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
-from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
     from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel

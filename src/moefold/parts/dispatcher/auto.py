@@ -1,4 +1,7 @@
-"""Auto: DeepEP where it can run, otherwise the all-to-all; the log names the choice."""
+"""Auto: DeepEP where it can run, otherwise the all-to-all.
+
+The log names the choice.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,7 +10,7 @@ from moefold.config.groups.dispatcher import DispatcherPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(DispatcherPart):
+class AutoDispatcherPart(DispatcherPart):
     """Take the kernels of DeepEP where all ranks can run them; resolved when a run starts, and never built."""
 
     keeps_sum_order: ClassVar[bool] = True

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(DispatcherPart):
+class LocalDispatcherPart(DispatcherPart):
     """Permute the tokens by expert, with ep = etp = 1; other kinds that allow these degrees do the same."""
 
     spreads_experts: ClassVar[bool] = False

@@ -1,8 +1,8 @@
-"""Attention work of samples that hold documents: the numbers of a round of ranks for the cost model.
+"""Attention work of samples that hold documents: the numbers of a micro-batch set for the cost model.
 
-Round j is the j-th micro-batch of all dp x cp ranks. If the experts fold over dp x cp, the ranks of an ep group and of
-a cp group wait for each other in every layer. Attention therefore takes the sum over layers and rounds of the maximum
-over these ranks, not the maximum of their sums.
+Micro-batch set j is the j-th micro-batch of all dp x cp ranks. If the experts fold over dp x cp, the ranks of an ep
+group and of a cp group wait for each other in every layer. Attention therefore takes the sum over layers and
+micro-batch sets of the maximum over these ranks, not the maximum of their sums.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class AttentionPeers(NamedTuple):
     mbs: int
     group: int
     """Consecutive ranks of dp x cp that wait for each other in every layer; divides dp x cp."""
-    num_rounds: int
+    num_sets: int
     """Micro-batches of a step."""
     ranks_per_node: int = 0
     """Consecutive ranks of dp x cp that the first link level connects, a node; 0: all."""
@@ -31,12 +31,12 @@ class AttentionPeers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """Attention work of one layer and round, per token of a rank; rows are counted in one rank's exchange."""
+    """Attention work of one layer and micro-batch set, per token of a rank; rows are counted in one rank's exchange."""
 
     keys: float
-    """Visible keys for each query of the busiest rank of a waiting group, on average over the rounds."""
+    """Visible keys for each query of the busiest rank of a waiting group, on average over the micro-batch sets."""
     mean_keys: float
-    """Visible keys for each query, on average over rounds and ranks."""
+    """Visible keys for each query, on average over micro-batch sets and ranks."""
     kernel_rows: float
     """Query rows of a kernel's task, on average over the visible pairs."""
     sent_keys: float = 0.0

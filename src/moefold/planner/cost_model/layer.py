@@ -29,26 +29,26 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
-"""Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
-Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
+"""Kernels of a part of a Megatron-like layer, forward and backward: norm, cast, GEMM and element-wise passes.
+Source: counts of a profile (arXiv:2603.07685 sec. on CUDA graphs)."""
 
 TRACED_KERNEL_COUNTS = {"mixer": (13, 20), "dense": (8, 14), "moe": (36, 55), "shared_experts": (6, 10)}
-"""Launches of moefold's own layer, as tests/gpu_static/traces.json records them: 91 of an MoE layer with all-to-all on
-8 ranks, 124 with attention. Grouped GEMMs and Triton kernels compute all experts at once."""
+"""Kernels of a part of moefold's layer: grouped GEMMs and Triton kernels compute all experts at once. Source:
+tests/gpu_static/traces.json, 91 of an MoE layer with all-to-all on 8 ranks, 124 with attention."""
 
 DROP_KERNELS = (20, 34)
-"""Further launches of moefold's layers that drop tokens, from the same traces."""
+"""Further kernels of moefold's layers that drop tokens. Source: the same traces."""
 
 FULL_SPEED_HEAD_SIZE = 128
-"""Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
-6)."""
+"""Width of a head from which attention has its full rate; smaller heads need as many exponentials. Source:
+arXiv:2407.08608 fig. 5 and 6."""
 
 MIN_ATTENTION_LENGTH = 256.0
-"""Shorter sequences are as fast for each FLOP as sequences of this length."""
+"""Tokens of the shortest sequence whose rate depends on its length; shorter ones have its rate. Not fitted."""
 
 RING_KERNELS = 18.79
-"""Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
-16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
+"""Kernels of one forward step of ring attention: sends, halves, attention, corrections. Source: fit on Qwen3-235B at
+64K and 128K on H100 and GB300, and on the rows of arXiv:2504.14960 with cp. Range: 16 to 22, prior 16."""
 
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
@@ -56,18 +56,19 @@ STATE_BYTES = 4
 """Bytes of an element of the states of linear attention."""
 
 ROUTER_PEAK_SHARE = 0.1
-"""Rate of the router's GEMM in float32 over the bf16 peak: assumed, not fitted. The peak of an H100 in float32 is
-0.07 of it without tensor cores, and 0.5 in TF32."""
+"""Rate of the router's GEMM in float32 over the bf16 peak. Assumed, not fitted. Range: 0.07 (float32 of an H100 without
+tensor cores) to 0.5 (TF32)."""
 
 ROUTER_BYTES = 59.54
-"""Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
+"""Bytes that the router's forward pass moves for each token and expert: scores, top-k, masks and counts in float32.
+Source: fit, prior 60."""
 
 UNFUSED_PERMUTE_PASSES = 1.459
-"""Memory traffic of a permutation of separate kernels over the traffic of a fused one."""
+"""Memory traffic of a permutation by separate kernels over the traffic of a fused one. Source: fit, prior 1.5."""
 
 UNFUSED_CLAMP_FACTOR = 4.314
-"""Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026: GPT-OSS-120B
-on 64 B200 was measured at 8,213 tokens/s in the container 25.11 and at 13,722 in the next one."""
+"""Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026. Source: fit,
+prior 2, on GPT-OSS-120B on 64 B200, with 8,213 tokens/s in the container 25.11 and 13,722 in the next one."""
 
 EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
@@ -75,28 +76,30 @@ CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
 EXPERT_LAUNCH_SHARE = 0.2172
-"""Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
-launches them, and their gaps overlap."""
+"""Host time of the launch of one expert's GEMM over the time of another launch: a C++ loop over several streams
+launches them, and their gaps overlap. Source: fit, prior 0.2."""
 
 RECURRENCE_BYTES = 118.5
-"""Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
-scan and gate, each a memory-bound kernel."""
+"""Bytes that the forward pass of a recurrence moves for each token and row of the output projection: convolution, chunk
+states, scan and gate, each a memory-bound kernel. Source: fit, prior 190."""
 
 SCAN_SHARE = 0.25
-"""Share of a scan of Dv columns in the time of a recurrence; 0.08 to 0.31 with torch operations, by a further scan of
-D + Dv columns (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention)."""
+"""Share of a scan of Dv columns in the time of a recurrence. Source: a further scan of D + Dv columns with torch
+operations (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention). Range: 0.08 to 0.31."""
 
 CONVOLUTION_BYTES = 16.0
-"""The same for a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
+"""Bytes that the forward pass of a gated short convolution moves for each token and row of the output projection.
+Source: a count; two products and the convolution each read and write values of 2 bytes."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
-"""FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
+"""FLOPs of the attention core's backward pass over its forward pass. Source: a count, five GEMMs for two."""
 
 BACKWARD_PASSES = 1.6
-"""Memory traffic of norms and residuals in the backward pass over their traffic in the forward pass."""
+"""Memory traffic of norms and residuals in the backward pass over their traffic in the forward pass. Not fitted."""
 
 CLAMPED_SWIGLU_PASSES = 11.08
-"""Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
+"""Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels. Source: fit,
+prior 8."""
 
 
 class Projections(NamedTuple):

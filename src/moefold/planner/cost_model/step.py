@@ -34,7 +34,7 @@ from moefold.topology.schedules import schedule_named
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
 COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
-TIME_PARTS = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
+TIME_CATEGORIES = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
 """Parts of a step; every second belongs to one of them."""
 
 HIDDEN_ALL_TO_ALL_FRACTION = 0.5975
@@ -52,11 +52,11 @@ TUNED_HOST_FRACTION = 0.6632
 """Host time of a launch in runs that the vendor of the GPUs tuned (`TrainingWorkload.has_tuned_host`) over other runs.
 Fitted on third parties' Qwen3-30B on 8 B200 and Qwen3-235B on 256 H800, and on the vendor's runs of both models."""
 
-CHUNK_S = 0.0001053
+CHUNK_CALL_S = 0.0001053
 """Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
 receives are posted, and the next chunk is called."""
 
-CONCURRENCY = 4
+HOST_DEVICE_NORM = 4
 """Exponent of the norm that joins the seconds of host and device; if infinite, they never wait for each other."""
 
 GRAPH_GAP_SHARE = 0.455
@@ -72,6 +72,8 @@ STEP_OVERHEAD_S = 0.01
 
 
 Seconds = NDArray[np.float64]
+LayerCounts = NDArray[np.float64]
+"""Layers of each kind and, last, 1 with the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class LayerTime:
     backward_s: Seconds
     wgrad_s: float
     parts: dict[str, Any]
-    """Seconds by one of TIME_PARTS: a number, or [strategies]."""
+    """Seconds by one of TIME_CATEGORIES: a number, or [strategies]."""
 
     def part_s(self, part: str) -> float:
         """Return the seconds of a part with the first strategy."""
@@ -103,8 +105,8 @@ class PassTimes:
     """Exposed step seconds of sends, [pipelines, 1]."""
     bubble_s: Seconds
     """Step seconds of the bubble, [pipelines, strategies]."""
-    contents: Seconds
-    """Layers of each kind on that rank and, last, 1 with the loss, [pipelines, strategies, kinds + 1]."""
+    contents: LayerCounts
+    """Layers on that rank, [pipelines, strategies, kinds + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,10 +176,10 @@ class CostModel:
         layers = [self.layer_time(kind, mapping, own) for kind in range(len(counts))]
         seconds = {
             part: n * sum(count * layer.part_s(part) for count, layer in zip(counts, layers, strict=True))
-            for part in TIME_PARTS
+            for part in TIME_CATEGORIES
         }
         data_parallel = self.data_parallel.cost(mapping)
-        posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
+        posted = 2 * n * mapping.vpp * CHUNK_CALL_S if mapping.pp > 1 else 0.0
         seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping))
         seconds["launch"] += posted
         seconds["pp_comm"] += float(passes.sends_s[0, 0]) - posted
@@ -222,7 +224,9 @@ class CostModel:
         contents, shares = self._rank_contents_of(mapping.pp, pipelines)
         head = self.head_and_loss_s(mapping)
         # Seconds of each content, [pipelines, contents, strategies].
-        forward, backward = (contents[:, :, :-1] @ layers[:, way] + contents[:, :, -1:] * head[way] for way in range(2))
+        forward, backward = (
+            contents[:, :, :-1] @ layers[:, direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
+        )
         busiest = (forward + backward).argmax(axis=1, keepdims=True)
         forward_s, backward_s = (np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward))
         weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
@@ -302,9 +306,9 @@ class CostModel:
         mixer, feed_forward = blocks = self.blocks(kind, mapping)
         forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
         backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
-        seconds: dict[str, Any] = dict.fromkeys(TIME_PARTS, 0.0)
-        for work in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
-            seconds[work.part] += work.seconds
+        seconds: dict[str, Any] = dict.fromkeys(TIME_CATEGORIES, 0.0)
+        for item in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
+            seconds[item.part] += item.seconds
         seconds["tp_comm"] *= self._exposed_tp_fraction
         seconds["ep_comm"] = forward[1] + backward[1]
         recompute_s = _recompute_s(mixer, feed_forward, strategies)
@@ -391,23 +395,23 @@ class CostModel:
         launches, and waits, once more.
         """
         device = self.device
-        again: tuple[Any, Any] = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
+        repeats_by_direction: tuple[Any, Any] = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
         launched = self.workload.launched
         host_launch_s = device.host_launch_s * (TUNED_HOST_FRACTION if self.workload.has_tuned_host else 1.0)
         waits = []
-        for way, seconds in enumerate(busy):
+        for direction, seconds in enumerate(busy):
             gaps: Any = 0.0
             host: Any = 0.0
-            for block, share, repeats in zip(blocks, launched, again, strict=True):
-                kernels = block.kernels[way] + way * repeats * block.kernels[0]
+            for block, share, repeats in zip(blocks, launched, repeats_by_direction, strict=True):
+                kernels = block.kernels[direction] + direction * repeats * block.kernels[0]
                 gaps = gaps + kernels * (1.0 if share else GRAPH_GAP_SHARE)
                 host = host + kernels * share
             # With equal segments a layer would take the longer of both times; they differ, so it takes a little more.
             device_s = seconds + gaps * device.kernel_gap_s
-            joined = (device_s**CONCURRENCY + (host * host_launch_s) ** CONCURRENCY) ** (1 / CONCURRENCY)
+            joined = (device_s**HOST_DEVICE_NORM + (host * host_launch_s) ** HOST_DEVICE_NORM) ** (1 / HOST_DEVICE_NORM)
             waits.append(joined - seconds)
         syncs = blocks[1].host_syncs * device.sync_s * launched[1]
-        return waits[0] + syncs, waits[1] + again[1] * syncs
+        return waits[0] + syncs, waits[1] + repeats_by_direction[1] * syncs
 
     @memoised(lambda self, m: (m.tp, m.cp, m.mbs))
     def head_and_loss_s(self, mapping: ParallelMapping) -> tuple[float, float]:
@@ -454,7 +458,7 @@ class CostModel:
             return 0.0 * vpp, 0.0 * vpp
         send_s = self.p2p_s(mapping)
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
-        return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
+        return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_CALL_S), vpp * send_s
 
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemoryStrategies) -> Seconds:
@@ -463,7 +467,7 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemorySt
     seconds = np.zeros(len(strategies.recompute_sets))
     for part, part_s in (*mixer.recompute, *feed_forward.recompute):
         seconds += part_s * shares[part]
-    seconds += sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+    seconds += sum(item.seconds for item in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
     return seconds[strategies.recompute_set_indices]
 
 
@@ -490,10 +494,10 @@ def _bubbles(
     """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
     found = np.zeros_like(mean[0])
     for schedule in dict.fromkeys(p.schedule for p in pipelines):
-        which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
-        vpp = np.array([[pipelines[i].vpp] for i in which])
-        forward, backward, weight = (seconds[which] for seconds in mean)
-        found[which] = bubble_s(
+        indices = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
+        vpp = np.array([[pipelines[i].vpp] for i in indices])
+        forward, backward, weight = (seconds[indices] for seconds in mean)
+        found[indices] = bubble_s(
             forward, backward, weight, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
         )
     return found

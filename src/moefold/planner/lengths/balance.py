@@ -1,6 +1,6 @@
-"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round.
+"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every micro-batch set.
 
-Rounds are drawn once, with a fixed seed, and all mappings and placements are priced with the same documents.
+Micro-batch sets are drawn once, with a fixed seed, and all mappings and placements are priced with the same documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,14 @@ from moefold.config.groups.context import ContextPart
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
-from moefold.topology.token_placement import Integers, Placement, RoundShape, place
+from moefold.topology.token_placement import Integers, MicroBatchSetShape, Placement, place_tokens
 
-MAX_ROUNDS = 32
-"""Maximum number of planned rounds of a mapping."""
-MIN_ROUNDS = 4
-RANKS_OF_ALL_ROUNDS = 1024
-"""Ranks of all planned rounds together, between the limits of their number: larger rounds vary less."""
+MAX_SETS = 32
+"""Maximum number of planned micro-batch sets of a mapping."""
+MIN_SETS = 4
+RANKS_OF_ALL_SETS = 1024
+"""Ranks of all planned micro-batch sets together, between the limits of their number: larger micro-batch sets vary
+less."""
 
 SAMPLES_OF_EFFECTIVE_LENGTH = 2048
 """Samples for the effective length; it needs many, because few long documents decide it."""
@@ -32,15 +33,15 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class RoundLoads:
-    """Attention of some rounds, by rank."""
+class MicroBatchSetLoads:
+    """Attention of some micro-batch sets, by rank."""
 
     pairs: Floats
-    """Visible (query, key) pairs that each rank computes, [rounds, ranks]."""
+    """Visible (query, key) pairs that each rank computes, [sets, ranks]."""
     kernel_rows: float
     """Query rows of a task, on average over the pairs."""
     exchanged: Mapping[str, Floats] = field(default_factory=dict)
-    """Rows that each rank sends or receives, the larger number, [rounds, ranks]: keys and values ("keys"), queries
+    """Rows that each rank sends or receives, the larger number, [sets, ranks]: keys and values ("keys"), queries
     ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"). Empty unless attention is
     planned."""
     moved_queries: float = 0.0
@@ -50,7 +51,7 @@ class RoundLoads:
 
     @property
     def max_over_mean(self) -> float:
-        """Pairs of the busiest rank over the mean of all ranks, on average over the rounds."""
+        """Pairs of the busiest rank over the mean of all ranks, on average over the micro-batch sets."""
         return float((self.pairs.max(1) / self.pairs.mean(1)).mean())
 
 
@@ -59,18 +60,19 @@ class DocumentLoads:
     """Attention work of drawn documents under a strategy.
 
     Args:
-        only_round: index of the one round to price, the first again after the last; None: the mean over the rounds.
+        only_set: index of the one micro-batch set to price, the first again after the last; None: the mean over the
+            micro-batch sets.
     """
 
     samples: DocumentSamples
     seq_len: int
     strategy: ContextPart = field(default_factory=lambda: default_part(ContextPart))
     seed: int = 0
-    only_round: int | None = None
+    only_set: int | None = None
     is_lower_bound: bool = False
     """True if `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
-    known_rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
-    """Rounds planned so far, by shape, window, ranks of a node and strategy."""
+    known_sets: dict[Any, MicroBatchSetLoads] = field(default_factory=dict, repr=False, compare=False)
+    """Micro-batch sets planned so far, by shape, window, ranks of a node and strategy."""
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
@@ -78,8 +80,8 @@ class DocumentLoads:
         """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
         if self.is_lower_bound:
             return self._even_load(peers, window)
-        found = self.rounds(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)
-        chosen = slice(None) if self.only_round is None else [self.only_round % len(found.pairs)]
+        found = self.sets(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)
+        chosen = slice(None) if self.only_set is None else [self.only_set % len(found.pairs)]
         pairs = found.pairs[chosen]
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
@@ -90,7 +92,7 @@ class DocumentLoads:
         is_chunked = not planned and not self.strategy.shards_heads
         step_rows = min(num_joined * found.kernel_rows, self.seq_len / peers.cp)
         return AttentionLoad(
-            keys=_busiest(pairs, self._waiting(peers), peers.num_rounds) / tokens,
+            keys=_busiest(pairs, self._waiting(peers), peers.num_sets) / tokens,
             mean_keys=float(pairs.mean()) / tokens,
             kernel_rows=step_rows if is_chunked else found.kernel_rows,
             sent_keys=rows.get("keys", 0.0),
@@ -103,7 +105,7 @@ class DocumentLoads:
 
     def mean_load(self, window: int) -> AttentionLoad:
         """Return the mean work: equal on all ranks, whole samples in a kernel."""
-        pairs = self._rounds_of(RoundShape(seq_len=self.seq_len), window, 0, default_part(ContextPart)).pairs
+        pairs = self._loads_of(MicroBatchSetShape(seq_len=self.seq_len), window, 0, default_part(ContextPart)).pairs
         keys = float(pairs.mean()) / self.seq_len
         return AttentionLoad(keys, keys, float(self.seq_len), is_planned=self.strategy.is_planned)
 
@@ -112,11 +114,11 @@ class DocumentLoads:
         """Effective length of the documents in tokens, see `effective_length`."""
         return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
-    def rounds(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> RoundLoads:
-        """Plan the rounds of a mapping with some consecutive ranks of dp x cp in a node, 0: all; cached."""
-        shape = RoundShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len)
+    def sets(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> MicroBatchSetLoads:
+        """Plan the micro-batch sets of a mapping with some consecutive ranks of dp x cp in a node, 0: all; cached."""
+        shape = MicroBatchSetShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len)
         in_node = ranks_per_node if self._depends_on_nodes(cp, dp, ranks_per_node) else 0
-        return self._rounds_of(shape, window, in_node, self.strategy)
+        return self._loads_of(shape, window, in_node, self.strategy)
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that exchange rows."""
@@ -127,23 +129,23 @@ class DocumentLoads:
         return min(lcm(peers.group, self._exchange_ranks(peers)), peers.cp * peers.dp)
 
     def _depends_on_nodes(self, cp: int, dp: int, ranks_per_node: int) -> bool:
-        """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
+        """Return whether the nodes of the ranks change the plan of a micro-batch set or the rows that leave a node."""
         if not self.strategy.is_planned or ranks_per_node >= cp * dp:
             return False
         return self.strategy.plan.shares_work or ranks_per_node % cp != 0
 
     def _even_load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
-        """Return a lower bound of `load`: the busiest rank has at least the mean of the rounds that `_busiest` uses."""
+        """Return a lower bound of `load`: the busiest rank has at least the mean of the sets that `_busiest` uses."""
         num_samples = peers.dp * peers.mbs
-        count = num_planned_rounds(peers.cp * peers.dp)
+        count = num_planned_sets(peers.cp * peers.dp)
         key = (count * num_samples, window)
         if key not in self._pairs_of_samples:
             samples = self._first_samples(count * num_samples)
             self._pairs_of_samples[key] = np.array([pairs_before(np.array(x), window).sum() for x in samples], float)
         pairs = self._pairs_of_samples[key].reshape(count, num_samples).sum(1)
-        if self.only_round is not None:
-            pairs = pairs[[self.only_round % count]]
-        per_step = min(peers.num_rounds, len(pairs))
+        if self.only_set is not None:
+            pairs = pairs[[self.only_set % count]]
+        per_step = min(peers.num_sets, len(pairs))
         used = pairs[: len(pairs) // per_step * per_step]
         tokens = num_samples * self.seq_len
         return AttentionLoad(
@@ -153,18 +155,20 @@ class DocumentLoads:
             is_planned=self.strategy.is_planned,
         )
 
-    def _rounds_of(self, shape: RoundShape, window: int, ranks_per_node: int, strategy: ContextPart) -> RoundLoads:
+    def _loads_of(
+        self, shape: MicroBatchSetShape, window: int, ranks_per_node: int, strategy: ContextPart
+    ) -> MicroBatchSetLoads:
         key = shape, window, ranks_per_node, strategy
-        if key not in self.known_rounds:
+        if key not in self.known_sets:
             size = shape.num_samples
-            samples = self._first_samples(num_planned_rounds(shape.num_ranks) * size)
-            rounds = [samples[first : first + size] for first in range(0, len(samples), size)]
-            self.known_rounds[key] = (
-                _head_loads(rounds, shape, window)
+            samples = self._first_samples(num_planned_sets(shape.num_ranks) * size)
+            sets = [samples[first : first + size] for first in range(0, len(samples), size)]
+            self.known_sets[key] = (
+                _head_loads(sets, shape, window)
                 if strategy.shards_heads
-                else plan_loads(rounds, shape, window, strategy, ranks_per_node)
+                else plan_loads(sets, shape, window, strategy, ranks_per_node)
             )
-        return self.known_rounds[key]
+        return self.known_sets[key]
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
         """Return the first samples of the seed; a longer draw begins with the samples of a shorter one."""
@@ -173,45 +177,46 @@ class DocumentLoads:
         return self._drawn[count]
 
 
-def num_planned_rounds(num_ranks: int) -> int:
-    """Return the number of rounds that are planned for a number of ranks."""
-    return min(MAX_ROUNDS, max(MIN_ROUNDS, RANKS_OF_ALL_ROUNDS // num_ranks))
+def num_planned_sets(num_ranks: int) -> int:
+    """Return the number of micro-batch sets that are planned for a number of ranks."""
+    return min(MAX_SETS, max(MIN_SETS, RANKS_OF_ALL_SETS // num_ranks))
 
 
-def _busiest(pairs: Floats, group: int, num_rounds: int) -> float:
-    """Return the pairs of the busiest rank of a round, on average, where the ranks of a group wait for each other.
+def _busiest(pairs: Floats, group: int, num_sets: int) -> float:
+    """Return the mean over micro-batch sets of the pairs of the busiest rank.
 
-    Groups wait for each other at the end of a step only: each has its own sum over the rounds of a step.
+    The ranks of a group wait for each other in every set. Groups wait for each other at the end of a step only: each
+    has its own sum over the micro-batch sets of a step.
 
     Args:
-        pairs: [rounds, ranks].
-        group: ranks that wait in every round.
-        num_rounds: rounds of a step.
+        pairs: [sets, ranks].
+        group: ranks that wait in every micro-batch set.
+        num_sets: micro-batch sets of a step.
     """
-    rounds, ranks = pairs.shape
-    of_groups = pairs.reshape(rounds, ranks // group, group).max(2)
-    per_step = min(num_rounds, rounds)
-    steps = [of_groups[first : first + per_step].mean(0).max() for first in range(0, rounds - per_step + 1, per_step)]
+    sets, ranks = pairs.shape
+    of_groups = pairs.reshape(sets, ranks // group, group).max(2)
+    per_step = min(num_sets, sets)
+    steps = [of_groups[first : first + per_step].mean(0).max() for first in range(0, sets - per_step + 1, per_step)]
     return float(np.mean(steps))
 
 
 def plan_loads(
-    rounds: Sequence[Sequence[SampleLengths]],
-    shape: RoundShape,
+    sets: Sequence[Sequence[SampleLengths]],
+    shape: MicroBatchSetShape,
     window: int,
     strategy: ContextPart,
     ranks_per_node: int = 0,
-) -> RoundLoads:
-    """Plan the attention of some rounds, as the runtime does."""
+) -> MicroBatchSetLoads:
+    """Plan the attention of some micro-batch sets, as the runtime does."""
     nodes = np.arange(shape.num_ranks) // (ranks_per_node or shape.num_ranks)
-    plans = [plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in rounds]
+    plans = [plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in sets]
     exchanges = [plan.exchange() for plan in plans] if strategy.is_planned else []
     kinds = {"keys": [x.keys for x in exchanges], "queries": [x.queries for x in exchanges]}
     kinds |= {f"remote_{name}": [_between_nodes(x, nodes) for x in found] for name, found in kinds.items()}
     pairs = np.concatenate([plan.pairs for plan in plans]).astype(float)
     rows = np.concatenate([plan.stops_K - plan.firsts_K for plan in plans])
-    tokens = shape.num_tokens * len(rounds)
-    return RoundLoads(
+    tokens = shape.num_tokens * len(sets)
+    return MicroBatchSetLoads(
         pairs=np.stack([plan.pairs_of_ranks for plan in plans]).astype(float),
         kernel_rows=float((pairs * rows).sum() / pairs.sum()),
         exchanged={name: _rows_of_ranks(found, shape.num_ranks) for name, found in kinds.items() if found},
@@ -226,42 +231,42 @@ def _between_nodes(transfers: Transfers, nodes: Integers) -> Transfers:
     return Transfers(*(column[leaves] for column in transfers))
 
 
-def _rows_of_ranks(rounds: Sequence[Transfers], num_ranks: int) -> Floats:
-    """Return the rows that each rank sends or receives in each round, the larger number, [rounds, ranks]."""
-    return np.stack([np.maximum(x.sent(num_ranks), x.received(num_ranks)) for x in rounds]).astype(float)
+def _rows_of_ranks(sets: Sequence[Transfers], num_ranks: int) -> Floats:
+    """Return the rows that each rank sends or receives in each micro-batch set, the larger number, [sets, ranks]."""
+    return np.stack([np.maximum(x.sent(num_ranks), x.received(num_ranks)) for x in sets]).astype(float)
 
 
 def plan_of(
     samples: Sequence[SampleLengths],
-    shape: RoundShape,
+    shape: MicroBatchSetShape,
     window: int,
     strategy: ContextPart,
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of one round; `nodes` has the node of each rank."""
+    """Plan the attention of one micro-batch set; `nodes` has the node of each rank."""
     lengths = np.fromiter(chain.from_iterable(samples), np.int64)
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
     plan = strategy.plan
-    placement: Placement = place(plan.placement, shape, bounds_N, plan.block)
-    if not plan.balances_hosts:
+    placement: Placement = place_tokens(plan.placement, shape, bounds_N, plan.block)
+    if not plan.balances_compute_ranks:
         return plan_attention(placement, window=window)
     return plan_attention(
         placement, window=window, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes
     )
 
 
-def _head_loads(rounds: Sequence[Sequence[SampleLengths]], shape: RoundShape, window: int) -> RoundLoads:
+def _head_loads(sets: Sequence[Sequence[SampleLengths]], shape: MicroBatchSetShape, window: int) -> MicroBatchSetLoads:
     """Return the loads of Ulysses attention: each cp rank computes a part of the heads of whole samples."""
     found = []
-    for samples in rounds:
+    for samples in sets:
         for first in range(0, shape.num_samples, shape.micro_batch_size):
             own = samples[first : first + shape.micro_batch_size]
             lengths = np.fromiter(chain.from_iterable(own), np.int64)
             pairs = pairs_before(lengths, window)
             found.append((float(pairs.sum()), float((pairs * lengths.astype(float)).sum())))
     per_dp, pairs_rows = np.array(found).T
-    return RoundLoads(
-        pairs=np.repeat(per_dp.reshape(len(rounds), shape.dp) / shape.cp, shape.cp, axis=1),
+    return MicroBatchSetLoads(
+        pairs=np.repeat(per_dp.reshape(len(sets), shape.dp) / shape.cp, shape.cp, axis=1),
         kernel_rows=float(sum(pairs_rows) / per_dp.sum()),
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
+from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError, Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from moefold.data.sample import Sample
 
 DRAWN_AT_ONCE = 4096
-CONFIG_FILE = "config.json"
 MAX_RUN_SAMPLES = 1024
 """Maximum number of samples of a run whose documents are measured; they are its first samples."""
 
@@ -138,9 +138,9 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     """Read the document lengths of the first samples that a run trains on."""
     # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
     from moefold.convert.run_config import parse_run_config, read_json_object
-    from moefold.data.dataset import open_dataset
+    from moefold.data.dataset import dataset_request, open_dataset
 
-    path = folder / CONFIG_FILE
+    path = folder / SETTINGS_FILE
     tree = read_json_object(path)
     if not tree:
         raise ConfigError(
@@ -154,9 +154,7 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
             f"{Setting('--seq-len')} is {seq_len}; its documents were cut at the ends of its samples: choose the same "
             "length, or name a file of lengths"
         )
-    data = open_dataset(
-        cfg.data, seq_len=seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-    ).train
+    data = open_dataset(**dataset_request(cfg)).train
     indices = data.next_sample_indices(0, min(len(data), MAX_RUN_SAMPLES))
     found = [_document_lengths(data.annotated_sample(index), seq_len) for index in indices]
     return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))

@@ -9,7 +9,7 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.part import make_part
 from moefold.config.part_registry import built_in_kinds
 from moefold.planner.search.constraints import Fold
-from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
+from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 
 
 def candidate_strategies(own: ContextPart) -> list[ContextPart]:
@@ -29,14 +29,14 @@ class DocumentSearch:
     def __init__(self, searches: Mapping[ContextPart | None, Search]) -> None:
         self.searches = searches
 
-    def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
+    def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """See `Search.find`."""
-        found = [search.find(groups) for search in self.searches.values()]
-        return [self._best_of_folds(plans)[: group.count] for group, *plans in zip(groups, *found, strict=True)]
+        found = [search.find(targets) for search in self.searches.values()]
+        return [self._best_of_folds(plans)[: target.count] for target, *plans in zip(targets, *found, strict=True)]
 
-    def plans_below(self, limit_s: float, *group: Any, is_beam: bool = False) -> list[PlannedMapping]:
+    def plans_below(self, limit_s: float, *target: Any, is_beam: bool = False) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
-        found = [search.plans_below(limit_s, *group, is_beam=is_beam) for search in self.searches.values()]
+        found = [search.plans_below(limit_s, *target, is_beam=is_beam) for search in self.searches.values()]
         return self._best_of_folds(found)
 
     def smallest_plan(self) -> PlannedMapping:

@@ -45,8 +45,8 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE
 BEAM = 300
 """Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, for each number of pipeline
 ranks."""
-MAX_ROUNDS = 4
-"""Passes of the search, each over the mappings that the pass before left out, for groups without a mapping."""
+MAX_PASSES = 4
+"""Passes of the search, each over the mappings that the pass before left out, for targets without a mapping."""
 MAX_PIPELINES = 8
 """Pipelines that are priced for a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
 1F1B, which holds the fewest activations."""
@@ -87,8 +87,8 @@ class PlannedMapping:
 
 
 @dataclass(frozen=True)
-class MappingGroup:
-    """Group of mappings; a search finds its best mapping of each fold."""
+class SearchTarget:
+    """Target of a search: its best mapping of each of some folds, among the mappings that it accepts."""
 
     count: int = 1
     """Folds to find."""
@@ -105,32 +105,32 @@ class _Node(NamedTuple):
     order: int
     view: AttentionView
     fold: Fold
-    number: int = -1
+    mbs_index: int = -1
     """Index of the micro-batch size in the view; -1: none is chosen yet."""
     is_bounded: bool = False
     """True if the bound takes memory into account."""
 
 
-class _Found:
-    """The best mappings of a group so far, one for each fold."""
+class _TargetResults:
+    """The best mappings of a target so far, one for each fold."""
 
-    def __init__(self, group: MappingGroup, limit_s: float = inf) -> None:
-        self.group = group
+    def __init__(self, target: SearchTarget, limit_s: float = inf) -> None:
+        self.target = target
         self.limit_s = limit_s
         """Seconds that another fold has to beat."""
         self.best: dict[Fold, TimedMapping] = {}
-        self.accepts = cache(group.accepts)
+        self.accepts = cache(target.accepts)
 
     def add(self, fold: Fold, timed: TimedMapping) -> None:
         """Add a mapping of a fold if it is the fold's best."""
         if timed[0] < self.best.get(fold, (inf,))[0]:
             self.best[fold] = timed
             seconds = sorted(seconds for seconds, _ in self.best.values())
-            self.limit_s = min((self.limit_s, *seconds[self.group.count - 1 : self.group.count]))
+            self.limit_s = min((self.limit_s, *seconds[self.target.count - 1 : self.target.count]))
 
     def mappings(self) -> list[ParallelMapping]:
         """Return the best mappings, best first."""
-        return [m for _, m in sorted(self.best.values(), key=lambda timed: timed[0])[: self.group.count]]
+        return [m for _, m in sorted(self.best.values(), key=lambda timed: timed[0])[: self.target.count]]
 
 
 class Search:
@@ -145,35 +145,35 @@ class Search:
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
 
-    def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
-        """Return the best mappings of each group that fit, best first, each of another fold."""
-        found = [_Found(group) for group in groups]
+    def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
+        """Return the best mappings of each target that fit, best first, each of another fold."""
+        found = [_TargetResults(target) for target in targets]
         folds = self.space.folds if self.memory.any_fits else ()
         queue = [_Node(self._fold_bound_s(fold, view), i, view, fold) for i, (fold, view) in enumerate(folds)]
         heapify(queue)
-        for number in count():
-            queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
-            has_any = any(one.best for one in found)
-            if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and has_any):
+        for number_of_pass in count():
+            queue = sorted(self._search_pass(queue, [results for results in found if not results.best]))
+            has_any = any(results.best for results in found)
+            if not queue or all(results.best for results in found) or (number_of_pass >= MAX_PASSES and has_any):
                 break
-        limit_s = min((one.limit_s for one in found), default=inf)
+        limit_s = min((results.limit_s for results in found), default=inf)
         bound = queue[0].bound_s if queue else inf
         self.gap = max(0.0, 1 - bound / limit_s) if limit_s < inf else 0.0
-        return [sorted(map(self.price, one.mappings()), key=lambda plan: plan.sort_key) for one in found]
+        return [sorted(map(self.price, results.mappings()), key=lambda plan: plan.sort_key) for results in found]
 
-    def _search_round(self, queue: list["_Node"], found: Sequence["_Found"]) -> list["_Node"]:
-        """Search the queue for the best mappings of groups; return the nodes outside the beam."""
+    def _search_pass(self, queue: list["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
+        """Search the queue for the best mappings of targets; return the nodes outside the beam."""
         skipped = []
         taken = Counter[int]()
-        while queue and (bound := queue[0].bound_s) < max(one.limit_s for one in found):
+        while queue and (bound := queue[0].bound_s) < max(results.limit_s for results in found):
             node = heappop(queue)
-            own = [one for one in found if bound < one.limit_s and one.accepts(node.fold)]
+            own = [results for results in found if bound < results.limit_s and results.accepts(node.fold)]
             if not own:
                 continue
             if node.is_bounded:
                 self._price_node(node, own)
                 continue
-            if node.number >= 0:
+            if node.mbs_index >= 0:
                 taken[node.fold.pp] += 1
                 if taken[node.fold.pp] > BEAM:
                     skipped.append(node)
@@ -194,45 +194,45 @@ class Search:
 
         In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
-        found = _Found(MappingGroup(len(self.space.folds), accepts, zero_stages), limit_s)
+        found = _TargetResults(SearchTarget(len(self.space.folds), accepts, zero_stages), limit_s)
         for fold, view in self.space.folds:
             if not accepts(fold):
                 continue
             bounds = (self._size_bound_s(fold, *sizes) for sizes in view.pipelines_by_mbs)
-            for bound, number in sorted(zip(bounds, count())):
+            for bound, mbs_index in sorted(zip(bounds, count())):
                 if bound < found.best.get(fold, (limit_s,))[0]:
-                    self._price_node(_Node(bound, 0, view, fold, number), [found], is_beam=is_beam)
+                    self._price_node(_Node(bound, 0, view, fold, mbs_index), [found], is_beam=is_beam)
         return [self.price(m) for m in found.mappings()]
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
         return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
 
-    def _refine(self, node: "_Node", own: Sequence["_Found"]) -> Iterator["_Node"]:
-        """Yield the nodes with closer bounds that replace a node, below the limits of some groups."""
+    def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> Iterator["_Node"]:
+        """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
         sizes = node.view.pipelines_by_mbs
-        if node.number < 0:
-            for number, (size, pipelines) in enumerate(sizes):
+        if node.mbs_index < 0:
+            for mbs_index, (size, pipelines) in enumerate(sizes):
                 bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
-                yield node._replace(bound_s=bound, number=number)
+                yield node._replace(bound_s=bound, mbs_index=mbs_index)
         else:
-            zeros = {zero for one in own for zero in one.group.zero_stages}
-            bound = self._fitting_bound_s(node.fold, *sizes[node.number], zeros)
-            if bound < max(one.limit_s for one in own):
+            zeros = {zero for results in own for zero in results.target.zero_stages}
+            bound = self._fitting_bound_s(node.fold, *sizes[node.mbs_index], zeros)
+            if bound < max(results.limit_s for results in own):
                 yield node._replace(bound_s=max(node.bound_s, bound), is_bounded=True)
 
-    def _price_node(self, node: "_Node", own: Sequence["_Found"], *, is_beam: bool = True) -> None:
-        """Add the best mappings of a fold and a micro-batch size that fit to groups."""
+    def _price_node(self, node: "_Node", own: Sequence["_TargetResults"], *, is_beam: bool = True) -> None:
+        """Add the best mappings of a fold and a micro-batch size that fit to targets."""
         limits: dict[tuple[int, ...], float] = {}
-        for one in own:
-            stages = one.group.zero_stages
-            limits[stages] = max(limits.get(stages, -inf), one.limit_s)
-        sizes = node.view.pipelines_by_mbs[node.number]
+        for results in own:
+            stages = results.target.zero_stages
+            limits[stages] = max(limits.get(stages, -inf), results.limit_s)
+        sizes = node.view.pipelines_by_mbs[node.mbs_index]
         found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
-        for one in own:
-            timed = found.get(one.group.zero_stages)
+        for results in own:
+            timed = found.get(results.target.zero_stages)
             if timed is not None:
-                one.add(node.fold, timed)
+                results.add(node.fold, timed)
 
     def _passes_on_rank(self, degrees: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
         """Return a lower bound of a pipeline rank's time, in passes through the whole model.
@@ -261,7 +261,7 @@ class Search:
     @memoised(_layers_key)
     def _layers_bound_s(self, fold: Fold, mbs: int) -> float:
         """Return a lower bound of the seconds of all layers and the head for one micro-batch, over the dispatchers."""
-        return min((self._least_layers_s(fold, mbs, one) for one in self._dispatchers(fold, mbs)), default=inf)
+        return min((self._least_layers_s(fold, mbs, kind) for kind in self._dispatchers(fold, mbs)), default=inf)
 
     def _least_layers_s(self, fold: Fold, mbs: int, dispatcher: DispatcherPart) -> float:
         """Return the bound with one dispatcher; overlap only hides communication."""
@@ -273,19 +273,19 @@ class Search:
         """Return a lower bound of a step's seconds with some ZeRO stages and the memory strategies that may fit."""
         plain = self._plain_pipelines(fold, pipelines)
         dispatchers = self._dispatchers(fold, size)
-        fastest = min(dispatchers, key=lambda one: self._least_layers_s(fold, size, one))
+        fastest = min(dispatchers, key=lambda dispatcher: self._least_layers_s(fold, size, dispatcher))
         choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
         probe = choice.mapping(plain[0])
         choices = [choice]
         is_own = has_own_memory(fastest)
-        for one in dispatchers:
-            other = replace(probe, dispatcher=one)
+        for dispatcher in dispatchers:
+            other = replace(probe, dispatcher=dispatcher)
             # Dispatchers without extra memory save the same tensors, perhaps fewer than the fastest.
-            has_own = has_own_memory(one)
+            has_own = has_own_memory(dispatcher)
             may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
-            if one != fastest and may_need_less:
-                choices.append(replace(choice, dispatcher=one))
-        may_fit = np.any([self.memory.may_fit(one).any(axis=0) for one in choices], axis=0)
+            if dispatcher != fastest and may_need_less:
+                choices.append(replace(choice, dispatcher=dispatcher))
+        may_fit = np.any([self.memory.may_fit(choice).any(axis=0) for choice in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
             return inf
@@ -306,9 +306,9 @@ class Search:
         dispatchers = self._dispatchers(fold, size)
         for overlap in (False, True):
             fastest = inf
-            choices = [MicroBatchChoice(fold, size, one, overlap) for one in dispatchers]
+            choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in dispatchers]
             times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
-            for choice, seconds in sorted(times.items(), key=lambda one: one[1]):
+            for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
                 legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
                 if not legal:
                     continue
@@ -325,11 +325,11 @@ class Search:
         if fold.ep * fold.etp == 1 or self.cost_model.model_spec.config.routed is None:
             return found[:1]
         default = default_part(DispatcherPart)
-        like = default in found
+        has_default = default in found
         return tuple(
             part
             for part in reversed(found)
-            if part == default or not like or overrides_any(part, "traffic", "sends_once")
+            if part == default or not has_default or overrides_any(part, "traffic", "sends_once")
         )
 
     def _fastest_that_fit(
@@ -355,13 +355,16 @@ class Search:
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
                 if is_beam:
                     # In a beam only the fastest counts: if it does not fit, all are priced.
-                    bounds |= {one: min(limit_s, queue[-1][0]) for one, limit_s in bounds.items() if m.zero in one}
+                    least_s = queue[-1][0]
+                    bounds |= {zeros: min(limit_s, least_s) for zeros, limit_s in bounds.items() if m.zero in zeros}
         heapify(queue)
         capacity = self.memory_model.device.memory_bytes
         while queue and len(found) < len(limits):
             least_s, number, m, seconds, is_exact = heappop(queue)
             wanted = [
-                one for one, limit_s in limits.items() if m.zero in one and one not in found and least_s < limit_s
+                zeros
+                for zeros, limit_s in limits.items()
+                if m.zero in zeros and zeros not in found and least_s < limit_s
             ]
             if not wanted:
                 continue
@@ -390,11 +393,11 @@ class Search:
         choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
         passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
         may_fit = self.memory.may_fit(choice)
-        run = choice.dispatcher, choice.overlap
+        dispatch = choice.dispatcher, choice.overlap
         for i, pipeline in enumerate(choice.pipelines):
-            zeros = self.space.legal_zero_stages(choice.fold, choice.mbs, pipeline.schedule, *run)
+            zeros = self.space.legal_zero_stages(choice.fold, choice.mbs, pipeline.schedule, *dispatch)
             for number, (zero, moments) in enumerate(self.memory.placements):
-                limit_s = max((one for stages, one in limits.items() if zero in stages), default=-inf)
+                limit_s = max((limit for stages, limit in limits.items() if zero in stages), default=-inf)
                 may_win = may_fit[i, number] & (passes.seconds[i] + STEP_OVERHEAD_S < limit_s)
                 if zero in zeros and may_win.any():
                     m = choice.mapping(pipeline, zero, moments)

@@ -84,7 +84,7 @@ def simulate(
     overlap: bool = False,
     noise: Noise | None = None,
     tail: StepTail | None = None,
-    rounds: Sequence[Sequence[StageSegments]] = (),
+    stages_by_micro_batch: Sequence[Sequence[StageSegments]] = (),
 ) -> Timeline:
     """Simulate a step.
 
@@ -94,23 +94,28 @@ def simulate(
         overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
         noise: stragglers and jitter; None: an ideal machine.
         tail: the end of the step; None leaves it out.
-        rounds: like `stages`, for each micro-batch, if micro-batches differ; the last is followed by the first.
+        stages_by_micro_batch: like `stages`, for each micro-batch, if micro-batches differ; the last is followed by the
+            first.
 
     Raises:
         ValueError: the schedule deadlocks.
     """
-    return _Simulation(rows, rounds or [stages], overlap, noise or Noise()).run(tail)
+    return _Simulation(rows, stages_by_micro_batch or [stages], overlap, noise or Noise()).run(tail)
 
 
 class _Simulation:
     """State of one simulation."""
 
     def __init__(
-        self, rows: Sequence[SlotRow], rounds: Sequence[Sequence[StageSegments]], overlap: bool, noise: Noise
+        self,
+        rows: Sequence[SlotRow],
+        stages_by_micro_batch: Sequence[Sequence[StageSegments]],
+        overlap: bool,
+        noise: Noise,
     ) -> None:
         self._rows = rows
-        self._rounds = rounds
-        self._stages = rounds[0]
+        self._stages_by_micro_batch = stages_by_micro_batch
+        self._stages = stages_by_micro_batch[0]
         self._overlap = overlap
         self._noise = noise
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in slot}
@@ -133,7 +138,7 @@ class _Simulation:
         return Timeline(tuple(self._events), len(self._rows), span, end)
 
     def _segments(self, action: Action) -> Segments:
-        stages = self._rounds[action.micro_batch % len(self._rounds)]
+        stages = self._stages_by_micro_batch[action.micro_batch % len(self._stages_by_micro_batch)]
         return stages[action.stage].segments(action.kind)
 
     def _ready_at(self, rank: int, action: Action) -> float:
@@ -227,23 +232,23 @@ def simulate_mapping(
     """
     count = mapping.num_micro_batches(cost_model.workload.global_batch_size)
     parts = cost_model.step_time(mapping).parts
-    by_round = [stage_segments(model, mapping, chunks) for model in _models_of_rounds(cost_model, count)]
+    stages_by_micro_batch = [stage_segments(model, mapping, chunks) for model in _models_of_sets(cost_model, count)]
     return simulate(
         schedule_rows(schedule or mapping.schedule, mapping.pp, mapping.vpp, count, overlap=mapping.overlap),
         stage_segments(cost_model, mapping, chunks),
         overlap=mapping.overlap,
         noise=noise,
         tail=StepTail(gradients_s=parts["dp_comm"], optimizer_s=parts["optimizer"]),
-        rounds=by_round,
+        stages_by_micro_batch=stages_by_micro_batch,
     )
 
 
-MAX_SIMULATED_ROUNDS = 32
-"""Rounds of drawn documents that are priced one by one; further micro-batches repeat them."""
+MAX_SIMULATED_SETS = 32
+"""Micro-batch sets of drawn documents that are priced one by one; further micro-batches repeat them."""
 
 
-def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[CostModel]:
-    """Return a cost model for each round of drawn documents; none where all micro-batches take equally long."""
+def _models_of_sets(cost_model: CostModel, num_micro_batches: int) -> list[CostModel]:
+    """Return a cost model for each micro-batch set of drawn documents; none where all sets take equally long."""
     attention = cost_model.workload.attention
     if attention is None:
         return []
@@ -251,11 +256,11 @@ def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[Cos
         CostModel(
             cost_model.model_spec,
             cost_model.device,
-            replace(cost_model.workload, attention=replace(attention, only_round=index)),
+            replace(cost_model.workload, attention=replace(attention, only_set=index)),
             cost_model.activation_memory,
             cost_model.split,
         )
-        for index in range(min(num_micro_batches, MAX_SIMULATED_ROUNDS))
+        for index in range(min(num_micro_batches, MAX_SIMULATED_SETS))
     ]
 
 

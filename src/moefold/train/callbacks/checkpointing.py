@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
+from moefold.checkpoint.resume import Resume, resolve_resume
 from moefold.checkpoint.run_states import CALLBACKS, Record
-from moefold.checkpoint.save_load import Resume, checkpoint_meta, resolve_resume
+from moefold.checkpoint.save_load import checkpoint_meta
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
@@ -85,7 +86,7 @@ class Checkpointing(StageCallback):
             self._resume_from_peers(context, self.restored_step)
             return Resume(None)
         context.groups.recorder.set_phase("loading the checkpoint or the initial weights")
-        resume = resolve_resume(self._cfg, context.data.files.fingerprints)
+        resume = resolve_resume(self._cfg, current_world(), context.data.files.fingerprints)
         self._history.resumed_from = resume.path
         context.data.open(None if resume.path is None else read_meta(resume.path))
         if self._cfg.trains_adapters_only:
@@ -182,7 +183,9 @@ class Checkpointing(StageCallback):
         resume = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
             section = replace(self._cfg.checkpoint, resume="auto")
-            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.files.fingerprints)
+            resume = resolve_resume(
+                replace(self._cfg, checkpoint=section), current_world(), context.data.files.fingerprints
+            )
         if resume.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
@@ -235,7 +238,7 @@ class Checkpointing(StageCallback):
         """Restore the run from a checkpoint; collective."""
         meta = read_meta(path)
         if self._cfg.sites.is_active or meta.state_of("sites"):
-            from moefold.train.outer_state import check_expert_owner
+            from moefold.train.sites.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
         context.data.files.decide_restart(meta)

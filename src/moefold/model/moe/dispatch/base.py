@@ -159,8 +159,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def dispatch_probs(self, metadata: MetadataT) -> tuple[Tensor, MetadataT]:
         """Dispatch the routing probabilities to experts that apply them: (probs [R] of dispatched tokens, metadata).
 
-        With the new metadata `combine` sums the expert outputs unweighted. Communicates as `dispatch` does, one number
-        for each token. Call it between `dispatch` and `combine`.
+        `combine` with the new metadata sums the expert outputs without weights. It is called between `dispatch` and
+        `combine`, and communicates as `dispatch` does, with one number for each token instead of a row.
         """
 
     def dispatch_probs_async(self, metadata: MetadataT) -> Resumable[tuple[Tensor, MetadataT]]:

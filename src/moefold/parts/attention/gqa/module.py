@@ -52,8 +52,8 @@ class GroupedQueryAttention(SelfAttention):
         gates = part.num_heads * part.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.gates_whole_heads = part.gate_size == 1
-        self.query_norm = _head_norm(part, frame, part.num_heads)
-        self.key_norm = _head_norm(part, frame, part.num_kv_heads)
+        self.query_norm = _qk_norm(part, frame, part.num_heads)
+        self.key_norm = _qk_norm(part, frame, part.num_kv_heads)
         self.kv_rows = slice(None)
         self.scale = part.scale or None
         norm = part.qk_norm
@@ -204,7 +204,7 @@ class GroupedQueryAttention(SelfAttention):
         )
 
 
-def _head_norm(part: GqaPart, frame: AttentionFrame, num_heads: int) -> nn.Module | None:
+def _qk_norm(part: GqaPart, frame: AttentionFrame, num_heads: int) -> nn.Module | None:
     norm = part.qk_norm
     if norm is None:
         return None

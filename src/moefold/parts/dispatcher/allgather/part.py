@@ -22,7 +22,7 @@ INDICES_PER_ROUTED_TOKEN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGather(DispatcherPart):
+class AllGatherDispatcherPart(DispatcherPart):
     """Gather the tokens of all ranks, and sum the results of this rank's experts for each of them."""
 
     gathers_tokens: ClassVar[bool] = True

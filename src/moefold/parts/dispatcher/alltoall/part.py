@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(DispatcherPart):
+class AllToAllDispatcherPart(DispatcherPart):
     """Send each routed token to the rank of its expert (arXiv:2504.14960)."""
 
     keeps_sum_order: ClassVar[bool] = True

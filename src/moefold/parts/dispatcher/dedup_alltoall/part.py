@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DedupAllToAll(DispatcherPart):
+class DedupAllToAllDispatcherPart(DispatcherPart):
     """Send a token once to each rank, for any number of its experts there."""
 
     needs_spread_experts: ClassVar[bool] = True

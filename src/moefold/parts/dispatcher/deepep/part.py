@@ -24,7 +24,7 @@ FP8_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepEP(DispatcherPart):
+class DeepEPDispatcherPart(DispatcherPart):
     """Dispatch and combine with the kernels of DeepEP, on Hopper GPUs or newer."""
 
     needs_spread_experts: ClassVar[bool] = True

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeastLoaded(DispatcherPart):
+class LeastLoadedDispatcherPart(DispatcherPart):
     """Send routed tokens of a busy expert, with a copy of its weights, to a rank with less load."""
 
     threshold: Annotated[float, at_least(1)] = 1.3

@@ -28,7 +28,7 @@ ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SymmMem(DispatcherPart):
+class SymmMemDispatcherPart(DispatcherPart):
     """Receive tokens into symmetric memory, with room for `receive_factor` times the rows of balanced routing."""
 
     receive_factor: Annotated[float, at_least(1)] = 2.0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.race.other_frameworks import Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
-from benchmarks.race.theirs import training_step
+from benchmarks.race.reference_runs import training_step
 from benchmarks.race.torch_baseline import ExpertsImplementation, TorchBaseline
 from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step, steer_embedding
 from moefold.config.routing import aux_coefficient
@@ -18,12 +18,12 @@ from moefold.model.init import init_weights
 from moefold.model.transformer import TORCH_DTYPES, build_model
 
 
-def rivals_of(ours: ModelStep | LayerStep) -> "ModelRivals | LayerRivals":
+def reference_steps_of(ours: ModelStep | LayerStep) -> "ReferenceModelSteps | ReferenceLayerSteps":
     """Return the builder of the steps that race our step."""
-    return ModelRivals(ours) if isinstance(ours, ModelStep) else LayerRivals(ours)
+    return ReferenceModelSteps(ours) if isinstance(ours, ModelStep) else ReferenceLayerSteps(ours)
 
 
-class ModelRivals:
+class ReferenceModelSteps:
     """Builder of training steps of whole models: float32 master weights, AdamW, the batch of our step."""
 
     def __init__(self, ours: ModelStep) -> None:
@@ -76,7 +76,7 @@ class ModelRivals:
         return training_step(model, loss, self._cfg.train.lr, masters if is_low else None)
 
 
-class LayerRivals:
+class ReferenceLayerSteps:
     """Builder of forward and backward of one MoE layer or of a layer stack, with the states of our step."""
 
     def __init__(self, ours: LayerStep) -> None:

@@ -29,7 +29,7 @@ from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.rollout_sampler import PromptPosition, RoundSampler
+from moefold.train.rl.rollout_sampler import PromptPosition, RoundSampler
 from moefold.validate.config import check_config
 
 ORDERS_TAG = 3

@@ -5,9 +5,6 @@ from torch import Tensor
 
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
-from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
 from moefold.errors import RunError, first_line
 from moefold.launch.meet_client import MeetError
 from moefold.launch.signed_lines import Message
@@ -15,7 +12,7 @@ from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import step_of_round
+from moefold.topology.fragments import RoundCalendar
 from moefold.train.callbacks.callback import TrainingContext
 
 
@@ -28,10 +25,9 @@ def outer_of(context: TrainingContext) -> OuterOptimizer:
 class SiteStateTransfer:
     """Sends and receives the state of a site over its links; the meeting point says which sites."""
 
-    def __init__(self, run: RunConfig, model: ModelConfig, sites: SitesConfig, links: SiteLinks) -> None:
-        self._run = run
-        self._model = model
-        self._sites = sites
+    def __init__(self, calendar: RoundCalendar, links: SiteLinks) -> None:
+        self._calendar = calendar
+        self._sites = calendar.sites
         self._links = links
 
     def receive(self, context: TrainingContext, offer: Message) -> None:
@@ -40,8 +36,8 @@ class SiteStateTransfer:
         Raises:
             RunError: the state did not arrive.
         """
-        giver = offer["giver"]
-        context.groups.recorder.set_phase(f"receiving the state of site {giver}")
+        sender = offer["giver"]
+        context.groups.recorder.set_phase(f"receiving the state of site {sender}")
         header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
@@ -50,13 +46,13 @@ class SiteStateTransfer:
             failure = first_line(error)
         if failures := [text for text in current_world().all_gather_object(failure) if text]:
             raise RunError(
-                f"site {self._sites.number} did not receive the state of site {giver}: {failures[0]}; start it again"
+                f"site {self._sites.number} did not receive the state of site {sender}: {failures[0]}; start it again"
             )
         before = context.position.step
         self._adopt(context, header)
         if context.log is not None:
-            taken = f"took the state of site {giver} after round {header[0]}, and goes on from step"
-            context.log.message(f"after step {before}: {taken} {context.position.step}")
+            adopted = f"took the state of site {sender} after round {header[0]}, and goes on from step"
+            context.log.message(f"after step {before}: {adopted} {context.position.step}")
 
     def send(self, context: TrainingContext, order: Message) -> None:
         """Send the state of this site to a joining site, as the meeting point orders; local to each rank."""
@@ -73,8 +69,8 @@ class SiteStateTransfer:
     def _header(self, context: TrainingContext, index: int) -> list[int]:
         """Return round, steps since, rounds applied, updates of the moments, and a number of the method of sites."""
         outer = outer_of(context)
-        since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
-        return [index, since, outer.num_rounds, context.training.moment_updates, outer.carried]
+        since = context.position.step - self._calendar.step_of_round(index)
+        return [index, since, outer.num_rounds, context.training.moment_updates, outer.transferred_state]
 
     def _tensors(self, context: TrainingContext) -> list[Tensor]:
         """Return this rank's tensors of the state: outer state, moments and buffers.
@@ -95,11 +91,11 @@ class SiteStateTransfer:
 
         The step stays this site's own: a site may take more or fewer steps between two rounds.
         """
-        index, since, num_rounds, moment_updates, carried = header.tolist()
+        index, since, num_rounds, moment_updates, transferred_state = header.tolist()
         training = context.training
         reshard_parameters(training.model.stages)
-        outer_of(context).carried = carried
+        outer_of(context).transferred_state = transferred_state
         outer_of(context).adopt(num_rounds, context.position.tokens)
         training.restore_moment_updates(moment_updates)
-        step = step_of_round(self._run, self._model, self._sites, index)
+        step = self._calendar.step_of_round(index)
         context.position.adopt(step + min(since, self._sites.overlap))

@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource
 from moefold.data.sampler import next_indices
 from moefold.data.tokenizer import Tokenizer
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.rollouts import CollectedRollouts, CompletionEngine, RolloutCollector, RolloutKey, stop_rule
 from moefold.inference.sampling import SamplingParams
@@ -58,7 +58,7 @@ class RoundSampler:
         self._sampling = SamplingParams(temperature=cfg.rollout.temperature, seed=cfg.run.seed)
         self._collector = RolloutCollector(
             engine
-            or RolloutEngine(
+            or GenerationEngine(
                 model, EngineSettings.of_recipe(cfg.rollout), self._sampling, records_routing=records_routing
             ),
             reward,

@@ -31,14 +31,14 @@ from moefold.rl.rollout_table import TABLE_KEY
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
-from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import LogProbCapture
-from moefold.train.mismatch import mismatch_limit
 from moefold.train.position import Position
-from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
-from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
-from moefold.train.round_queue import RoundQueue
-from moefold.train.round_steps import RoundStep, RoundSteps
+from moefold.train.rl.kl_reference import KLReference, ReferenceModel
+from moefold.train.rl.log_probs import LogProbCapture
+from moefold.train.rl.mismatch import mismatch_limit
+from moefold.train.rl.remote_rollouts import RemoteRollouts, SamplingStart
+from moefold.train.rl.rollout_source import LocalRollouts, LocalSampling, RolloutSource
+from moefold.train.rl.round_queue import RoundQueue
+from moefold.train.rl.round_steps import RoundStep, RoundSteps
 from moefold.train.step_data import DataEvent
 
 
@@ -55,11 +55,11 @@ def failed_reward_event(failed: FailedReward) -> DataEvent:
     return DataEvent("reward.on_error", f"{failed.describe()}; its group is left out", record)
 
 
-class PromptNumbers:
-    """Numbers of the prompts of a run, `SampleNumbers`. The trainer counts prompts as samples."""
+class PromptCatalog:
+    """Numbers of the prompts of a run, `SampleCatalog`. The trainer counts prompts as samples."""
 
     has_annotations = True
-    filled = 1.0
+    fill_fraction = 1.0
 
     def __init__(self, prompts: PromptSource | None) -> None:
         self._prompts = prompts
@@ -76,6 +76,10 @@ class PromptNumbers:
 class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
+    train_sampler: PromptCatalog
+    """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
+    validation_sampler: PromptCatalog
+    queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
     round: Sequence[RolloutGroup]
@@ -124,8 +128,8 @@ class RolloutLoader:
             self._messages.append(self.files.resume(meta)[1])
         prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward))
         self._prompts = prompts
-        self.train_sampler = PromptNumbers(prompts.train)
-        self.validation_sampler = PromptNumbers(prompts.validation)
+        self.train_sampler = PromptCatalog(prompts.train)
+        self.validation_sampler = PromptCatalog(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         dp_rank = self._groups.attn.dp.rank

@@ -1,8 +1,9 @@
-"""Contestants of moefold: training, generation, a GRPO step, import and export; and the inputs of all contestants."""
+"""Runs of moefold in the race: training, generation, a GRPO step, import, export; and the inputs of all runs."""
 
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,8 +12,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.race.rivals import hugging_face_model
-from benchmarks.race.turns import GROUP_SIZE, LEARNING_RATE, SEED, Seat, Sizes, Turns, prompts_of, run_contestant
+from benchmarks.race.reference_steps import hugging_face_model
+from benchmarks.race.run_protocol import (
+    GROUP_SIZE,
+    LEARNING_RATE,
+    SEED,
+    ProcessSpec,
+    Sizes,
+    Turns,
+    prompts_of,
+    run_implementation,
+)
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.load import config_from_dict
 from moefold.config.part import make_part
@@ -31,24 +42,24 @@ def reward(prompts, completions, completion_ids, **columns):
 """
 
 
-def train(dtype: str, turns: Turns, seat: Seat, **mapping: int) -> None:
+def train(dtype: str, turns: Turns, spec: ProcessSpec, **mapping: int) -> None:
     """Train the model, on several ranks by data parallelism unless a mapping says otherwise."""
     from moefold.parallel.batch import Batch
     from moefold.parallel.parallelize import parallelize
     from moefold.train.train_step import TrainingStep
 
-    dp = seat.ranks // mapping.get("tp", 1)
-    per_rank = seat.sizes.samples // dp
-    cfg = _step_recipe(seat.sizes, dtype, {"world_size": seat.ranks, **mapping}, per_rank)
-    with init_distributed(_rank_env(seat), "cpu") as device:
+    dp = spec.ranks // mapping.get("tp", 1)
+    per_rank = spec.sizes.samples // dp
+    cfg = _step_recipe(spec.sizes, dtype, {"world_size": spec.ranks, **mapping}, per_rank)
+    with init_distributed(_rank_env(spec), "cpu") as device:
         torch.set_num_threads(1)
         step = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), device)), cfg)
-        dp_rank = seat.rank * dp // seat.ranks
-        mine = torch.load(seat.folder / "tokens.pt").chunk(dp)[dp_rank]
+        dp_rank = spec.rank * dp // spec.ranks
+        mine = torch.load(spec.folder / "tokens.pt").chunk(dp)[dp_rank]
         tokens = mine[:, :-1].contiguous()
         labels = mine[:, 1:].contiguous()
         # A weight for each token, whose sum over all ranks is 1.
-        weights = torch.full(tokens.shape, 1 / (seat.sizes.samples * seat.sizes.seq_len))
+        weights = torch.full(tokens.shape, 1 / (spec.sizes.samples * spec.sizes.seq_len))
         ids = torch.arange(per_rank) + dp_rank * per_rank
         batch = Batch(tokens, {"labels": labels, "weights": weights, "sample_ids": ids})
         turns.take(lambda _: {"loss": step.run(batch, 1).loss})
@@ -70,28 +81,28 @@ def _step_recipe(sizes: Sizes, dtype: str, mapping: Mapping[str, int], micro_bat
     )
 
 
-def _rank_env(seat: Seat) -> RankEnv:
-    return RankEnv(seat.rank, seat.rank, seat.ranks, "127.0.0.1", seat.port, local_world_size=seat.ranks)
+def _rank_env(spec: ProcessSpec) -> RankEnv:
+    return RankEnv(spec.rank, spec.rank, spec.ranks, "127.0.0.1", spec.port, local_world_size=spec.ranks)
 
 
-def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
-    """Generate with the rollout engine and default settings."""
-    from moefold.inference.engine.engine import RolloutEngine
+def generate(shares_prompts: bool, turns: Turns, spec: ProcessSpec) -> None:
+    """Generate with the generation engine and default settings."""
+    from moefold.inference.engine.engine import GenerationEngine
     from moefold.inference.engine.requests import EngineSettings, Request
     from moefold.inference.load import load_model
     from moefold.inference.sampling import SamplingParams
     from moefold.inference.settings import InferenceRequest, inference_config
     from moefold.inference.source import find_source
 
-    with init_distributed(_rank_env(seat), "cpu") as device:
+    with init_distributed(_rank_env(spec), "cpu") as device:
         torch.set_num_threads(1)
-        source = find_source(str(seat.folder / "model"))
-        request = InferenceRequest(device="cpu", dtype="float32", seq_len=seat.sizes.positions, batch_size=1)
+        source = find_source(str(spec.folder / "model"))
+        request = InferenceRequest(device="cpu", dtype="float32", seq_len=spec.sizes.positions, batch_size=1)
         loaded = load_model(source, inference_config(source, request, "generate"), device)
         settings = EngineSettings(slots=256, cache_gib=0, share_prompts=shares_prompts)
 
         def run(scenario: str) -> dict[str, Any]:
-            prompts, lengths = prompts_of(seat.folder, scenario)
+            prompts, lengths = prompts_of(spec.folder, scenario)
             numbers: dict[tuple[int, ...], int] = {}
             requests = [
                 Request(
@@ -102,13 +113,36 @@ def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
                 )
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             ]
-            done = RolloutEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
+            done = GenerationEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
             return {"tokens": [list(completion.tokens) for completion in done]}
 
         turns.take(run)
 
 
-def train_grpo(turns: Turns, seat: Seat) -> None:
+class PhaseClock(FlightRecorder):
+    """Adds up the CPU seconds of each phase of the trainer."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._seconds: dict[str, float] = {}
+        self._started_s = time.process_time()
+        super().__init__()
+
+    def set_phase(self, phase: str) -> None:
+        """See base class."""
+        now_s = time.process_time()
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now_s - self._started_s
+        self._name, self._started_s = phase, now_s
+        super().set_phase(phase)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by phase."""
+        self.set_phase("after the step")
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def train_grpo(turns: Turns, spec: ProcessSpec) -> None:
     """Run the steps of the GRPO recipe; a turn is everything between two updates of the optimizer."""
     from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
     from moefold.train.signals import StopSignals
@@ -120,23 +154,25 @@ def train_grpo(turns: Turns, seat: Seat) -> None:
         def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             """See `Callback`."""
             assert step.rl is not None
-            turns.end({"new": step.rl["length_mean"]})
+            turns.end({"new": step.rl["length_mean"], "parts": clock.take()})
             turns.begin()
 
-    cfg = _grpo_recipe(seat)
-    with init_distributed(_rank_env(seat), "cpu") as device:
+    cfg = grpo_recipe(spec)
+    clock = PhaseClock()
+    with init_distributed(_rank_env(spec), "cpu") as device:
         torch.set_num_threads(1)
-        trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device), callbacks=[Ticks()])
+        trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device, clock), callbacks=[Ticks()])
         turns.ready()
         turns.begin()
         trainer.run(StopSignals())
 
 
-def _grpo_recipe(seat: Seat) -> Config:
-    sizes = seat.sizes
+def grpo_recipe(spec: ProcessSpec) -> Config:
+    """Return the recipe of a GRPO step."""
+    sizes = spec.sizes
     return config_from_dict(
         {
-            "run": {"dir": str(seat.scratch / "run"), "steps": seat.steps, "device": "cpu", "dtype": "float32"},
+            "run": {"dir": str(spec.scratch / "run"), "steps": spec.steps, "device": "cpu", "dtype": "float32"},
             "model": {"preset": "quickstart"},
             "moe": {"aux_loss": 0.0},
             "train": {
@@ -147,28 +183,28 @@ def _grpo_recipe(seat: Seat) -> Config:
                 "lr_schedule": "constant",
                 "optimizer": make_part("optimizer", "adamw", weight_decay=0.0),
             },
-            "data": {"kind": "prompts", "path": [str(seat.folder / "prompts.jsonl")]},
+            "data": {"kind": "prompts", "path": [str(spec.folder / "prompts.jsonl")]},
             "rl": {"group_size": GROUP_SIZE, "advantage": "group_std"},
             "rollout": {"max_tokens": sizes.new},
-            "reward": {"use": f"{seat.folder / 'reward.py'}:reward", "workers": 1},
-            "checkpoint": {"init_from": str(seat.folder / "bytes"), "every": 0, "at_end": False},
+            "reward": {"use": f"{spec.folder / 'reward.py'}:reward", "workers": 1},
+            "checkpoint": {"init_from": str(spec.folder / "bytes"), "every": 0, "at_end": False},
         }
     )
 
 
-def import_weights(turns: Turns, seat: Seat) -> None:
+def import_weights(turns: Turns, spec: ProcessSpec) -> None:
     """Import a folder to a checkpoint."""
-    checkpoint = seat.scratch / "checkpoint"
-    turns.take(lambda _: _import(seat, checkpoint), lambda _: shutil.rmtree(checkpoint))
+    checkpoint = spec.scratch / "checkpoint"
+    turns.take(lambda _: _import(spec, checkpoint), lambda _: shutil.rmtree(checkpoint))
 
 
-def export_weights(turns: Turns, seat: Seat) -> None:
+def export_weights(turns: Turns, spec: ProcessSpec) -> None:
     """Export a checkpoint of the imported folder to a folder."""
     from moefold.convert.export_folder import ExportOptions, export_folder
 
-    checkpoint = seat.scratch / "checkpoint"
-    out = seat.scratch / "exported"
-    _import(seat, checkpoint)
+    checkpoint = spec.scratch / "checkpoint"
+    out = spec.scratch / "exported"
+    _import(spec, checkpoint)
 
     def run(_: str) -> None:
         export_folder(checkpoint, out, current_world(), ExportOptions(), on_bytes=_ignore)
@@ -176,23 +212,23 @@ def export_weights(turns: Turns, seat: Seat) -> None:
     turns.take(run, lambda _: shutil.rmtree(out))
 
 
-def _import(seat: Seat, checkpoint: Path) -> None:
+def _import(spec: ProcessSpec, checkpoint: Path) -> None:
     from moefold.convert.import_folder import ImportOptions, import_folder
 
     options = ImportOptions(needs_tokenizer=False)
-    import_folder(seat.folder / "large", checkpoint, current_world(), options, on_bytes=_ignore)
+    import_folder(spec.folder / "large", checkpoint, current_world(), options, on_bytes=_ignore)
 
 
 def _ignore(count: int) -> None:
     """Show no progress."""
 
 
-def write_inputs(turns: Turns, seat: Seat) -> None:
-    """Write the inputs of the contestants: weights, tokens and prompts."""
+def write_inputs(turns: Turns, spec: ProcessSpec) -> None:
+    """Write the inputs of the implementations: weights, tokens and prompts."""
     turns.ready()
     turns.begin()
-    folder = seat.folder
-    sizes = seat.sizes
+    folder = spec.folder
+    sizes = spec.sizes
     generator = torch.Generator().manual_seed(SEED)
     cfg = _step_recipe(sizes, "float32", {"world_size": 1}, sizes.samples)
     shape = sizes.samples, sizes.seq_len + 1
@@ -200,11 +236,11 @@ def write_inputs(turns: Turns, seat: Seat) -> None:
     (folder / "prompts.json").write_text(json.dumps(_scenarios(sizes, generator)))
     (folder / "reward.py").write_text(REWARD)
     with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(sizes.rollouts // GROUP_SIZE * seat.steps):
+        for _ in range(sizes.rollouts // GROUP_SIZE * spec.steps):
             text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
             file.write(json.dumps({"prompt": text}) + "\n")
     _write_model(folder / "model", _with_length(cfg, sizes.positions))
-    _write_model(folder / "bytes", _with_length(_grpo_recipe(seat), 1024), never_ends=True)
+    _write_model(folder / "bytes", _with_length(grpo_recipe(spec), 1024), never_ends=True)
     wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
     large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
     _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
@@ -237,7 +273,7 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
         folder: the folder to write.
         cfg: the recipe of its sizes.
         never_ends: whether a constant in the residual stream gives the end-of-text token a logit far below the others,
-            so that all contestants generate and train on equally many tokens.
+            so that all implementations generate and train on equally many tokens.
     """
     torch.manual_seed(SEED)
     model = hugging_face_model(cfg, torch.device("cpu"), torch.float32)
@@ -253,7 +289,7 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
             weight[:, 0] = 0.0
     if never_ends:
         model.config.output_router_logits = False
-    # The recipe of the training rivals has no cache, which generation would take over.
+    # The recipe of the training references has no cache, which generation would take over.
     model.generation_config.use_cache = True
     # Mixtral's default ends texts at token 2.
     for config in (model.config, model.generation_config):
@@ -262,7 +298,7 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
     model.save_pretrained(folder)
 
 
-KINDS: dict[str, Callable[[Turns, Seat], None]] = {
+KINDS: dict[str, Callable[[Turns, ProcessSpec], None]] = {
     "train float32": partial(train, "float32"),
     "train bfloat16": partial(train, "bfloat16"),
     "train float32 ep2": partial(train, "float32", ep=2),
@@ -277,4 +313,4 @@ KINDS: dict[str, Callable[[Turns, Seat], None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_contestant(KINDS, sys.argv[1:])
+    run_implementation(KINDS, sys.argv[1:])

@@ -20,7 +20,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.plateau import Plateau
 from moefold.train.adapter_weights import load_initial_adapters
-from moefold.train.log_probs import LogProbCapture, label_log_probs
+from moefold.train.rl.log_probs import LogProbCapture, label_log_probs
 
 ENTRY_PREFIX = "reference."
 """Prefix of the reference weights in a checkpoint, which has them after a reset."""

@@ -4,11 +4,13 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import SiteLinks
+from moefold.comm.site_links import SiteLinks, SiteRound
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
@@ -23,7 +25,7 @@ from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret
 from moefold.launch.site_round import PAIRS_SETTING
-from moefold.topology.fragments import round_order
+from moefold.topology.fragments import RoundCalendar
 from moefold.topology.layout import DEGREES
 
 POLL_S = 0.5
@@ -63,7 +65,7 @@ def equal_settings(
         | {PAIRS_SETTING: "pairs" if sites_config.part.in_pairs else "all"}
         | {
             "run.seed": run.seed,
-            ROUNDS_SETTING: round_order(run, sizes, sites_config),
+            ROUNDS_SETTING: RoundCalendar(run, sizes, sites_config).round_order(),
             "run.dtype": run.dtype,
         }
         | _optimizer_states(train)
@@ -79,6 +81,32 @@ def _optimizer_states(train: TrainConfig) -> dict[str, Any]:
     fields = {f"{optimizer.key}.{name}": table[name] for name in optimizer.state_fields}
     source = {f"{optimizer.key}.from": table["from"]} if "from" in table else {}
     return {optimizer.key: optimizer.kind, **source, **fields}
+
+
+class Arrival(Enum):
+    """End of the wait for the other sites."""
+
+    READY = auto()
+    MISSED = auto()
+    """The other sites have applied rounds without this site."""
+    STOPPED = auto()
+    """A signal ended the wait."""
+
+
+@dataclass(frozen=True)
+class RoundAnswer:
+    """Answer of the meeting point to the request for a round."""
+
+    round: SiteRound | None
+    """Members and weights; None if this site exchanges nothing."""
+    nonfinite: tuple[int, ...]
+    """Sites of the round whose weights are not finite."""
+    is_unpaired: bool
+    """True if this site has no pair in the round."""
+    skip: str
+    """Reason why there is no round."""
+    transfer_order: Message | None
+    """Order to send the state to another site after the round."""
 
 
 class SiteMeeting:
@@ -116,15 +144,11 @@ class SiteMeeting:
         reply: Message = current_world().all_gather_object(answer)[0]
         return reply
 
-    def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> str:
+    def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> Arrival:
         """Register until all sites are here; collective.
 
         Args:
             poll: called on all ranks with each answer to wait; returns whether to stop waiting.
-
-        Returns:
-            "ready" if all sites are here, "missed" if the others have applied rounds without this site, "stopped" if
-            `poll` said so.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
@@ -139,9 +163,9 @@ class SiteMeeting:
         while True:
             answer = self.ask(message)
             if "ready" in answer:
-                return "ready"
+                return Arrival.READY
             if "missed" in answer:
-                return "missed"
+                return Arrival.MISSED
             self.raise_if_refused(answer)
             if not {"unreachable", "refused_sites"} & answer.keys():
                 started_s = time.monotonic()
@@ -156,10 +180,44 @@ class SiteMeeting:
                 waited = f"and did not come back within {self._sites.timeout_s:g} s"
                 raise RunError(f"site {number} cannot take part in the run, {waited}: {why}")
             if poll(answer):
-                return "stopped"
+                return Arrival.STOPPED
             time.sleep(POLL_S)
 
-    def ask_for_giver(self, poll: Callable[[Message], bool]) -> Message | None:
+    def ask_for_round(self, request: Message) -> RoundAnswer | None:
+        """Ask for the members of a round; None if the other sites have applied rounds without this one. Collective.
+
+        Raises:
+            ConfigError, RunError: as `raise_if_refused`.
+        """
+        answer = self.ask(request)
+        if "missed" in answer:
+            return None
+        self.raise_if_refused(answer)
+        round_: SiteRound | None = None
+        if "members" in answer:
+            round_ = SiteRound(answer["epoch"], tuple(answer["members"]), tuple(answer["weights"]))
+        return RoundAnswer(
+            round=round_,
+            nonfinite=tuple(answer.get("nonfinite", ())),
+            is_unpaired="rests" in answer,
+            skip=str(answer.get("skip") or answer.get("unreachable")),
+            transfer_order=answer.get("give"),
+        )
+
+    def vote(self, index: int, failures: list[str]) -> str:
+        """Vote on an exchanged round, and return why it is skipped; "" if it is applied. Collective.
+
+        Args:
+            failures: reasons of this site's ranks whose exchange failed.
+        """
+        answer = self.ask({"do": "vote", "round": index, "ok": not failures})
+        if answer.get("apply"):
+            return ""
+        if self.links is not None:
+            self.links.drop()
+        return str(failures[0] if failures else answer.get("why") or answer.get("unreachable") or answer.get("refused"))
+
+    def ask_for_sender(self, poll: Callable[[Message], bool]) -> Message | None:
         """Wait for a site that gives its state to this one; None if `poll` stops the wait. Collective.
 
         Raises:

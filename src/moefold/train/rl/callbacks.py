@@ -10,7 +10,7 @@ from moefold.inference.rollouts import rollout_records, token_records
 from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metrics
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.position import is_due, is_evaluation_due
-from moefold.train.rollout_loader import RolloutLoader
+from moefold.train.rl.rollout_loader import RolloutLoader
 from moefold.train.step_fault import MismatchError
 
 SILENT_STEPS = 20

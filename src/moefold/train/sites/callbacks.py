@@ -28,12 +28,12 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import fragments_due, is_probed, recipe_fragments, rounds_until, shortest_gap
+from moefold.topology.fragments import RoundCalendar, recipe_fragments, shortest_gap
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
-from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
-from moefold.train.site_meeting import SiteMeeting
-from moefold.train.site_transfer import SiteStateTransfer, outer_of
+from moefold.train.sites.meeting import Arrival, SiteMeeting
+from moefold.train.sites.routing_probe import RoutingProbe, count_equal_choices
+from moefold.train.sites.transfer import SiteStateTransfer, outer_of
 
 WAIT_S = 1.0
 """Interval between two progress reports of a rank that waits for an exchange."""
@@ -60,10 +60,10 @@ class _Differences:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _RunningExchange:
     """An exchange under way; the sites have not voted on it yet."""
 
-    taken: _Differences
+    differences: _Differences
     sent: SentVector
     round: SiteRound
     exchange: "Future[ExchangeResult] | None"
@@ -81,9 +81,10 @@ class SiteRounds(StageCallback):
         self._run = run
         self._model = model
         self._sites = sites
+        self._calendar = RoundCalendar(run, model, sites)
         self._settings = settings
         self._meeting: SiteMeeting | None = None
-        self._flight: _Flight | None = None
+        self._running_exchange: _RunningExchange | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
         self._probe = RoutingProbe(model, train, sites.number)
@@ -112,26 +113,26 @@ class SiteRounds(StageCallback):
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
         found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
-        if found == "stopped":
+        if found is Arrival.STOPPED:
             return
         # The round after the present step will still follow.
         links = self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
-        self._transfer = SiteStateTransfer(self._run, self._model, self._sites, links)
-        if found == "missed":
-            self._join(context)
+        self._transfer = SiteStateTransfer(self._calendar, links)
+        if found is Arrival.MISSED:
+            self._receive_state(context)
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
         outer = outer_of(context)
-        fragments = fragments_due(self._run, self._model, self._sites, step.number)
-        taken = outer.pending if self._flight is None else self._flight.taken
-        due = 0 if taken is None else taken.due
+        fragments = self._calendar.fragments_due(step.number)
+        differences = outer.pending if self._running_exchange is None else self._running_exchange.differences
+        due = 0 if differences is None else differences.due
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
             step = replace(step, sites=self._apply(context, is_overlapped=True))
-            self._give(context)
+            self._send_state(context)
         elif fragments:
             outer.skip()
         if not fragments:
@@ -139,17 +140,17 @@ class SiteRounds(StageCallback):
         context.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
         if not self._begin(context, step.number, fragments, overlap):
-            self._join(context)
+            self._receive_state(context)
             return replace(step, is_last=context.position.step == self._run.steps)
-        if not overlap or self._flight is None:
+        if not overlap or self._running_exchange is None:
             self._decide(context)
             step = replace(step, sites=self._apply(context, is_overlapped=False))
-            self._give(context)
+            self._send_state(context)
         return step
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Discard the round under way, as the weights of its differences are gone; in runs of one site."""
-        self._flight = None
+        self._running_exchange = None
         self._record = {}
 
     def on_end(self, context: TrainingContext, status: int) -> None:
@@ -166,7 +167,7 @@ class SiteRounds(StageCallback):
         """Return the position of this site after a step, for the meeting point."""
         return {
             "step": step,
-            "round": rounds_until(self._run, self._model, self._sites, step),
+            "round": self._calendar.rounds_until(step),
             "version": outer.num_rounds,
         }
 
@@ -182,22 +183,22 @@ class SiteRounds(StageCallback):
             context.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
         return any(raised)
 
-    def _join(self, context: TrainingContext) -> None:
+    def _receive_state(self, context: TrainingContext) -> None:
         """Take over the state of another site, because this site lacks rounds, and begin its next round; collective."""
         assert self._meeting is not None
         assert self._transfer is not None
         self._logged_wait = ""
-        offer = self._meeting.ask_for_giver(partial(self._poll, context))
+        offer = self._meeting.ask_for_sender(partial(self._poll, context))
         if offer is not None:
             self._transfer.receive(context, offer)
         # Where a round is exchanged during the whole next round, the state is given between two rounds of the same
         # step, and the sender begins the second.
         step = context.position.step
-        fragments = fragments_due(self._run, self._model, self._sites, step)
+        fragments = self._calendar.fragments_due(step)
         if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and context.status == 0:
             self._begin(context, step, fragments, self._sites.overlap)
 
-    def _give(self, context: TrainingContext) -> None:
+    def _send_state(self, context: TrainingContext) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
         order, self._transfer_order = self._transfer_order, None
         if order is not None and self._transfer is not None:
@@ -209,35 +210,32 @@ class SiteRounds(StageCallback):
         Returns:
             False if the other sites have applied rounds without this one.
         """
-        taken = self._take(context, step, fragments, overlap)
+        differences = self._take(context, step, fragments, overlap)
         self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
         if self._meeting is None:
-            if taken.is_finite:
-                self._send(context, taken, SiteRound("", (0,), (1.0,)), None)
+            if differences.is_finite:
+                self._send(context, differences, SiteRound("", (0,), (1.0,)), None)
             else:
                 self._skip(context, step, "the weights are not finite")
             return True
         # Read the choices before the other sites wait for this site.
-        probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
-        answer = self._meeting.ask(self._question(context, taken))
-        if "missed" in answer:
+        probe = self._probe.read(context) if self._calendar.is_probed(step) else None
+        answer = self._meeting.ask_for_round(self._round_request(context, differences))
+        if answer is None:
             return False
-        self._meeting.raise_if_refused(answer)
-        self._transfer_order = answer.get("give")
-        if "rests" in answer:
-            # A site without a pair in this round: its difference keeps growing.
+        self._transfer_order = answer.transfer_order
+        if answer.is_unpaired:
+            # Its difference keeps growing.
             self._record["members"] = 1
-            return True
-        if "members" not in answer:
-            self._skip(context, step, str(answer.get("skip") or answer.get("unreachable")))
-            return True
-        if answer["nonfinite"] and context.log is not None:
-            context.log.message(
-                f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0"
-            )
-        self._send(
-            context, taken, SiteRound(answer["epoch"], tuple(answer["members"]), tuple(answer["weights"])), probe
-        )
+        elif answer.round is None:
+            self._skip(context, step, answer.skip)
+        else:
+            if answer.nonfinite and context.log is not None:
+                nonfinite = describe_sites(answer.nonfinite)
+                context.log.message(
+                    f"step {step}: {nonfinite} sent weights that are not finite; weight 0 in this round"
+                )
+            self._send(context, differences, answer.round, probe)
         return True
 
     def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
@@ -255,26 +253,30 @@ class SiteRounds(StageCallback):
             began_s=began_s,
         )
 
-    def _question(self, context: TrainingContext, taken: _Differences) -> Message:
+    def _round_request(self, context: TrainingContext, differences: _Differences) -> Message:
         """Return the request for a round, for the meeting point; collective."""
         outer = outer_of(context)
         in_pairs = self._sites.part.in_pairs
-        return self._position(taken.step, outer) | {
+        return self._position(differences.step, outer) | {
             "do": "round",
-            "tokens": self._weight(context, taken.fragments),
-            "finite": taken.is_finite,
+            "tokens": self._weight(context, differences.fragments),
+            "finite": differences.is_finite,
             # The outer weights of pairs differ.
             "digest": 0 if in_pairs else hash_of_ranks(outer.weights, context.groups.device),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
-            "last": taken.due >= self._run.steps,
-            "merges": in_pairs and taken.step == self._run.steps,
+            "last": differences.due >= self._run.steps,
+            "merges": in_pairs and differences.step == self._run.steps,
         }
 
-    def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
+    def _send(
+        self, context: TrainingContext, differences: _Differences, round_: SiteRound, probe: Probe | None
+    ) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = outer_of(context)
-        sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
+        sent = outer.vector_to_send(
+            differences.fragments, differences.delta, is_last=differences.step == self._run.steps
+        )
         exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
@@ -282,8 +284,8 @@ class SiteRounds(StageCallback):
             exchange = self._meeting.links.begin(
                 round_, sent.vector, sent.num_coded, outer.code, sent.num_gathered, probe
             )
-        self._flight = _Flight(taken, sent, round_, exchange)
-        if taken.is_overlapped:
+        self._running_exchange = _RunningExchange(differences, sent, round_, exchange)
+        if differences.is_overlapped:
             outer.begin_next()
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
@@ -294,48 +296,58 @@ class SiteRounds(StageCallback):
 
     def _decide(self, context: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        running, self._running_exchange = self._running_exchange, None
+        if running is None:
             return
-        taken = flight.taken
+        differences = running.differences
         waiting_since_s = time.perf_counter()
         outer = outer_of(context)
-        exchanged, failure = _result(flight, context)
+        exchanged, failure = _result(running, context)
         waited_s = time.perf_counter() - waiting_since_s
-        if self._meeting is not None:
-            failures = [text for text in current_world().all_gather_object(failure) if text]
-            index = rounds_until(self._run, self._model, self._sites, taken.step)
-            vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
-            if not vote.get("apply"):
-                if self._meeting.links is not None:
-                    self._meeting.links.drop()
-                if taken.is_finite and taken.is_overlapped:
-                    reshard_parameters(context.training.model.stages)
-                    outer.cancel(taken.fragments, taken.delta)
-                why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
-                self._skip(context, taken.step, str(why))
-                return
+        if self._meeting is not None and not self._vote(context, self._meeting, differences, failure):
+            return
         assert exchanged is not None
         outer.num_rounds += 1
-        for fragment in taken.fragments:
-            outer.tokens[fragment] = taken.tokens
-        if outer.residual and flight.sent.num_coded:
+        for fragment in differences.fragments:
+            outer.tokens[fragment] = differences.tokens
+        if outer.residual and running.sent.num_coded:
             # The other sites read no values of weights that are not finite, and no residual is kept for the next round.
-            decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
-            outer.keep_residual(taken.fragments, taken.delta, decoded)
-        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
-        outer.pending = outer.with_received_values(round_, flight.sent, exchanged, flight.round.members)
+            decoded = exchanged.decoded[: len(differences.delta)] if differences.is_finite else differences.delta
+            outer.keep_residual(differences.fragments, differences.delta, decoded)
+        round_ = PendingRound(
+            differences.step, differences.due, differences.fragments, differences.delta, exchanged.mean
+        )
+        outer.pending = outer.with_received_values(round_, running.sent, exchanged, running.round.members)
+        self._record_exchange(context, running, exchanged, waited_s)
+
+    def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
+        """Vote on a round, and return whether it is applied; else it is skipped. Collective."""
+        failures = [text for text in current_world().all_gather_object(failure) if text]
+        why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
+        if why:
+            if differences.is_finite and differences.is_overlapped:
+                reshard_parameters(context.training.model.stages)
+                outer_of(context).cancel(differences.fragments, differences.delta)
+            self._skip(context, differences.step, why)
+        return not why
+
+    def _record_exchange(
+        self, context: TrainingContext, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float
+    ) -> None:
+        """Record the metrics of an exchange; collective."""
         self._record |= {
-            "members": len(flight.round.members),
+            "members": len(running.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
             "wait_s": waited_s,
-            "round_s": time.perf_counter() - taken.began_s,
+            "round_s": time.perf_counter() - running.differences.began_s,
         }
-        if is_probed(self._run, self._model, self._sites, taken.step):
-            own = flight.round.members.index(self._sites.number)
+        if self._calendar.is_probed(running.differences.step):
+            own = running.round.members.index(self._sites.number)
             counts = (
-                (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.round.weights, own)
+                (0, 0)
+                if exchanged.probes is None
+                else count_equal_choices(exchanged.probes, running.round.weights, own)
             )
             equal, compared = _sum_of_ranks(context, [float(count) for count in counts])
             self._record["routing_overlap"] = equal / compared if compared else None
@@ -384,23 +396,23 @@ def _hash(value: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
+def _result(running: _RunningExchange, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
     """Wait for an exchange of this rank and return its result, or the reason of its failure."""
-    if flight.exchange is None:
-        vector, num_coded, num_gathered = flight.sent
+    if running.exchange is None:
+        vector, num_coded, num_gathered = running.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
         return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
     try:
         while True:
             try:
-                return flight.exchange.result(WAIT_S), ""
+                return running.exchange.result(WAIT_S), ""
             except TimeoutError:
-                if flight.exchange.done():
+                if running.exchange.done():
                     raise
                 # Every part of the exchange has its own time limit.
                 context.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
-        return None, f"the exchange with {describe_sites(flight.round.members)} failed: {first_line(error)}"
+        return None, f"the exchange with {describe_sites(running.round.members)} failed: {first_line(error)}"
 
 
 def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:

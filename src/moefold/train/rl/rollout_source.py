@@ -21,7 +21,7 @@ from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
-from moefold.train.rollout_sampler import PromptPosition, RoundSampler
+from moefold.train.rl.rollout_sampler import PromptPosition, RoundSampler
 from moefold.validate.config import check_config
 from moefold.validate.exactness import inexact_settings, replays_routing
 

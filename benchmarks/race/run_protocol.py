@@ -1,6 +1,6 @@
-"""Turns of a race: how one process of a contestant learns its place, waits and reports; without other packages.
+"""Turns of a race: how one process of an implementation learns its place, waits and reports; without other packages.
 
-A contestant may run in an environment without moefold, such as vLLM's.
+An implementation may run in an environment without moefold, such as vLLM's.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the work, on which all contestants agree."""
+    """Sizes of the work, on which all implementations agree."""
 
     preset: str = "bench-small"
     samples: int = 8
@@ -45,13 +45,13 @@ WARM_UP = 1
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Place of one process of a contestant in the race.
+class ProcessSpec:
+    """Place of one process of an implementation in the race.
 
     Attributes:
-        folder: inputs, written by `benchmarks.race.ours` as the contestant `inputs`.
-        scratch: an empty folder of this contestant.
-        steps: turns, warm-up included, for contestants that run their own loop.
+        folder: inputs, written by `benchmarks.race.moefold_runs` as the implementation `inputs`.
+        scratch: an empty folder of this implementation.
+        steps: turns, warm-up included, for implementations that run their own loop.
         port: port of the rendezvous of the ranks.
     """
 
@@ -68,7 +68,7 @@ class Seat:
         return json.dumps(vars(self) | {"sizes": vars(self.sizes)}, default=str)
 
     @classmethod
-    def from_json(cls, text: str) -> "Seat":
+    def from_json(cls, text: str) -> "ProcessSpec":
         """Read the output of `as_json`."""
         fields = json.loads(text)
         sizes = Sizes(**fields.pop("sizes"))
@@ -116,10 +116,10 @@ class Turns:
         self._out.flush()
 
 
-def run_contestant(kinds: Mapping[str, Callable[[Turns, Seat], None]], argv: Sequence[str]) -> None:
-    """Run the contestant that the command line names: its kind and its seat."""
-    kind, seat = argv
-    kinds[kind](Turns(), Seat.from_json(seat))
+def run_implementation(kinds: Mapping[str, Callable[[Turns, ProcessSpec], None]], argv: Sequence[str]) -> None:
+    """Run the implementation that the command line names: its kind and its `ProcessSpec`."""
+    kind, text = argv
+    kinds[kind](Turns(), ProcessSpec.from_json(text))
 
 
 def prompts_of(folder: Path, scenario: str) -> tuple[list[list[int]], list[int]]:

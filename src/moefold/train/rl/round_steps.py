@@ -14,7 +14,7 @@ from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutR
 from moefold.rl.rollout import RolloutGroup, SampledRouting, StepRows, rollout_positions, split_steps
 from moefold.rl.rollout_table import Round
 from moefold.train.batch_sharding import BatchBuilder
-from moefold.train.log_probs import LogProbCapture, label_log_probs
+from moefold.train.rl.log_probs import LogProbCapture, label_log_probs
 
 
 @dataclass(frozen=True)

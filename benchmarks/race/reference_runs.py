@@ -1,6 +1,6 @@
-"""Contestants that are not moefold: transformers, torch's DDP, vLLM, TRL, safetensors, an import of torch.
+"""Runs of other packages in the race: transformers, torch's DDP, vLLM, TRL, safetensors, an import of torch.
 
-It also runs in an environment without moefold: each contestant imports its package when it is built.
+It also runs in an environment without moefold: each implementation imports its package when it is built.
 """
 
 import hashlib
@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.race.turns import GROUP_SIZE, LEARNING_RATE, SEED, Seat, Turns, grpo_prompts, prompts_of, run_contestant
+from benchmarks.race.run_protocol import (
+    GROUP_SIZE,
+    LEARNING_RATE,
+    SEED,
+    ProcessSpec,
+    Turns,
+    grpo_prompts,
+    prompts_of,
+    run_implementation,
+)
 
 MAX_GRAD_NORM = 1.0
 
@@ -55,19 +64,19 @@ def training_step(
     return step
 
 
-def train(experts: str, dtype: torch.dtype, turns: Turns, seat: Seat) -> None:
+def train(experts: str, dtype: torch.dtype, turns: Turns, spec: ProcessSpec) -> None:
     """Train the model of transformers; with several ranks by torch's DistributedDataParallel."""
-    model = _pretrained(seat.folder / "model", experts).train()
+    model = _pretrained(spec.folder / "model", experts).train()
     wrapped: Any = model
-    if seat.ranks > 1:
-        store = f"tcp://127.0.0.1:{seat.port}"
-        torch.distributed.init_process_group("gloo", store, rank=seat.rank, world_size=seat.ranks)
+    if spec.ranks > 1:
+        store = f"tcp://127.0.0.1:{spec.port}"
+        torch.distributed.init_process_group("gloo", store, rank=spec.rank, world_size=spec.ranks)
         wrapped = nn.parallel.DistributedDataParallel(model)
     masters = None
     if dtype != torch.float32:
         masters = [p.detach().clone() for p in model.parameters()]
         model.to(dtype)
-    tokens = torch.load(seat.folder / "tokens.pt").chunk(seat.ranks)[seat.rank][:, :-1].contiguous()
+    tokens = torch.load(spec.folder / "tokens.pt").chunk(spec.ranks)[spec.rank][:, :-1].contiguous()
     step = training_step(model, lambda: wrapped(input_ids=tokens, labels=tokens).loss, 1e-4, masters, MAX_GRAD_NORM)
     turns.take(lambda _: {"loss": step()})
 
@@ -81,14 +90,14 @@ def _pretrained(folder: Path, experts: str) -> Any:
     return model
 
 
-def generate(experts: str, turns: Turns, seat: Seat) -> None:
+def generate(experts: str, turns: Turns, spec: ProcessSpec) -> None:
     """Generate with transformers' `generate`, all samples at once, to the length of the longest one."""
-    model = _pretrained(seat.folder / "model", experts).eval()
+    model = _pretrained(spec.folder / "model", experts).eval()
     model.config.output_router_logits = False
 
     @torch.no_grad()
     def run(scenario: str) -> dict[str, Any]:
-        prompts, lengths = prompts_of(seat.folder, scenario)
+        prompts, lengths = prompts_of(spec.folder, scenario)
         ids = torch.tensor(prompts)
         out = model.generate(
             ids,
@@ -105,16 +114,16 @@ def generate(experts: str, turns: Turns, seat: Seat) -> None:
     turns.take(run)
 
 
-def batch_continuously(turns: Turns, seat: Seat) -> None:
+def batch_continuously(turns: Turns, spec: ProcessSpec) -> None:
     """Generate with transformers' continuous batching."""
     from transformers import GenerationConfig
 
-    model = _pretrained(seat.folder / "model", "grouped_mm").eval()
+    model = _pretrained(spec.folder / "model", "grouped_mm").eval()
     settings = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
 
     @torch.no_grad()
     def run(scenario: str) -> dict[str, Any]:
-        prompts, lengths = prompts_of(seat.folder, scenario)
+        prompts, lengths = prompts_of(spec.folder, scenario)
         completions: dict[str, list[int]] = {}
         with model.continuous_batching_context_manager(generation_config=settings) as manager:
             ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
@@ -139,23 +148,23 @@ VLLM_ENVIRONMENT = {
 }
 
 
-def serve_vllm(turns: Turns, seat: Seat) -> None:
+def serve_vllm(turns: Turns, spec: ProcessSpec) -> None:
     """Generate with vLLM in this process, without a compiler."""
     os.environ.update(VLLM_ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        str(seat.folder / "model"),
+        str(spec.folder / "model"),
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=seat.sizes.positions,
+        max_model_len=spec.sizes.positions,
         max_num_seqs=256,
         generation_config="vllm",
     )
 
     def run(scenario: str) -> dict[str, Any]:
-        prompts, lengths = prompts_of(seat.folder, scenario)
+        prompts, lengths = prompts_of(spec.folder, scenario)
         llm.reset_prefix_cache()
         settings = [
             SamplingParams(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False)
@@ -167,7 +176,7 @@ def serve_vllm(turns: Turns, seat: Seat) -> None:
     turns.take(run)
 
 
-def train_trl(experts: str, turns: Turns, seat: Seat) -> None:
+def train_trl(experts: str, turns: Turns, spec: ProcessSpec) -> None:
     """Run the steps of TRL's GRPO trainer; a turn is everything between two updates of the optimizer."""
     import transformers
     from datasets import Dataset
@@ -187,15 +196,15 @@ def train_trl(experts: str, turns: Turns, seat: Seat) -> None:
         lengths.append(statistics.mean(map(len, completion_ids)))
         return [sum(token < 128 for token in ids) / len(ids) for ids in completion_ids]
 
-    model = _pretrained(seat.folder / "bytes", experts)
+    model = _pretrained(spec.folder / "bytes", experts)
     settings = GRPOConfig(
-        output_dir=str(seat.scratch),
+        output_dir=str(spec.scratch),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=seat.sizes.rollouts,
+        per_device_train_batch_size=spec.sizes.rollouts,
         gradient_accumulation_steps=1,
         num_generations=GROUP_SIZE,
-        max_completion_length=seat.sizes.new,
+        max_completion_length=spec.sizes.new,
         temperature=1.0,
         top_k=0,
         beta=0.0,
@@ -203,7 +212,7 @@ def train_trl(experts: str, turns: Turns, seat: Seat) -> None:
         gradient_checkpointing=False,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        max_steps=seat.steps,
+        max_steps=spec.steps,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -215,7 +224,7 @@ def train_trl(experts: str, turns: Turns, seat: Seat) -> None:
         model=model,
         reward_funcs=reward,
         args=settings,
-        train_dataset=Dataset.from_list(grpo_prompts(seat.folder)),
+        train_dataset=Dataset.from_list(grpo_prompts(spec.folder)),
         processing_class=_byte_tokenizer(),
         callbacks=[Ticks()],
     )
@@ -240,21 +249,21 @@ def _byte_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
-def copy_safetensors(num_digests: int, turns: Turns, seat: Seat) -> None:
+def copy_safetensors(num_digests: int, turns: Turns, spec: ProcessSpec) -> None:
     """Read the files of a folder into memory and write them, only with safetensors.
 
     Args:
         num_digests: SHA-256 digests of all weights: with 2, one of the bytes read and one of the bytes written.
         turns: the turns of this process.
-        seat: its place in the race.
+        spec: its place in the race.
     """
     from safetensors.torch import load_file, save_file
 
-    out = seat.scratch / "model.safetensors"
+    out = spec.scratch / "model.safetensors"
 
     def run(_: str) -> None:
         tensors = {}
-        for path in sorted((seat.folder / "large").glob("*.safetensors")):
+        for path in sorted((spec.folder / "large").glob("*.safetensors")):
             # Mapped files would be read by `save_file` while it writes.
             tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
         for _ in range(num_digests):
@@ -266,7 +275,7 @@ def copy_safetensors(num_digests: int, turns: Turns, seat: Seat) -> None:
     turns.take(run, lambda _: out.unlink())
 
 
-def import_module(name: str, turns: Turns, seat: Seat) -> None:
+def import_module(name: str, turns: Turns, spec: ProcessSpec) -> None:
     """Import a module in a fresh process each turn, and report the CPU time of that process."""
 
     def run(_: str) -> Mapping[str, float]:
@@ -278,7 +287,7 @@ def import_module(name: str, turns: Turns, seat: Seat) -> None:
     turns.take(run)
 
 
-KINDS: dict[str, Callable[[Turns, Seat], None]] = {
+KINDS: dict[str, Callable[[Turns, ProcessSpec], None]] = {
     "train grouped_mm float32": partial(train, "grouped_mm", torch.float32),
     "train eager float32": partial(train, "eager", torch.float32),
     "train grouped_mm bfloat16": partial(train, "grouped_mm", torch.bfloat16),
@@ -297,4 +306,4 @@ KINDS: dict[str, Callable[[Turns, Seat], None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_contestant(KINDS, sys.argv[1:])
+    run_implementation(KINDS, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Rounds of random documents, for tests of placements and attention plans."""
+"""Micro-batch sets of random documents, for tests of placements and attention plans."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moefold.topology.attention_plan import AttentionPlan
-from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place, sorted_placement
+from moefold.topology.token_placement import (
+    Integers,
+    MicroBatchSetShape,
+    Placement,
+    document_bounds,
+    place_tokens,
+    sorted_placement,
+)
 
 MAX_CHUNKS = 3
 
@@ -29,7 +36,7 @@ class Task(NamedTuple):
 
 
 def documents_of(placement: Placement) -> list[Document]:
-    """Return the documents of a round, in the order of their tokens."""
+    """Return the documents of a micro-batch set, in the order of their tokens."""
     length = placement.shape.seq_len
     bounds = placement.bounds_N.tolist()
     return [
@@ -65,10 +72,10 @@ def has_each_token_once(placement: Placement) -> bool:
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> tuple[RoundShape, Integers]:
-    """Draw a small round and the bounds of its documents: of 1 token to a whole sample."""
+def sets(draw: st.DrawFn) -> tuple[MicroBatchSetShape, Integers]:
+    """Draw a small micro-batch set and the bounds of its documents: of 1 token to a whole sample."""
     cp = draw(st.sampled_from((1, 2, 3, 4)))
-    shape = RoundShape(
+    shape = MicroBatchSetShape(
         dp=draw(st.integers(1, 3)),
         cp=cp,
         micro_batch_size=draw(st.integers(1, 2)),
@@ -82,15 +89,15 @@ def rounds(draw: st.DrawFn) -> tuple[RoundShape, Integers]:
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
     """Draw a placement of a kind, or any legal one."""
-    shape, bounds_N = draw(rounds())
+    shape, bounds_N = draw(sets())
     kind = draw(st.sampled_from(("samples", "documents", "balanced", "any")))
     if kind == "any":
         return any_placement(shape, bounds_N, draw(st.integers(0, 1000)))
-    return place(kind, shape, bounds_N, draw(st.integers(1, 3)))
+    return place_tokens(kind, shape, bounds_N, draw(st.integers(1, 3)))
 
 
-def any_placement(shape: RoundShape, bounds_N: Integers, seed: int) -> Placement:
-    """Give the tokens of a round to the ranks at random."""
+def any_placement(shape: MicroBatchSetShape, bounds_N: Integers, seed: int) -> Placement:
+    """Give the tokens of a micro-batch set to the ranks at random."""
     tokens = np.random.default_rng(seed).permutation(shape.num_tokens)
     ranks = np.repeat(np.arange(shape.num_ranks), shape.tokens_per_rank)
     return sorted_placement(shape, bounds_N, ranks, tokens, np.ones(shape.num_tokens, np.int64))

@@ -22,8 +22,8 @@ from moefold.rl.rollout_table import (
     restore_table,
     table_headers,
 )
-from moefold.train.rollout_sampler import PromptPosition
-from moefold.train.rollout_source import RolloutSource
+from moefold.train.rl.rollout_sampler import PromptPosition
+from moefold.train.rl.rollout_source import RolloutSource
 
 
 class RoundQueue:
