@@ -152,12 +152,12 @@ def cache_lines(recipe: Recipe) -> Iterator[str]:
 
 def memory_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the memory of each pipeline rank by part, on both devices, as the recipe says and recomputed."""
-    from moefold.config.train import AUTO
+    from moefold.config.train import AUTO_RECOMPUTE
     from moefold.cost.peak_memory import compute_rank_memory
     from moefold.cost.recompute_parts import recompute_parts
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
-    own = () if AUTO in recipe.cfg.train.recompute else recipe.cfg.train.recompute
+    own = () if AUTO_RECOMPUTE in recipe.cfg.train.recompute else recipe.cfg.train.recompute
     for device, kernels in sorted(KERNEL_PROFILES.items()):
         for parts in dict.fromkeys((tuple(own), (), *((part,) for part in recompute_parts()))):
             for rank in compute_rank_memory(recipe.cfg, recompute=parts, kernels=kernels):

@@ -6,11 +6,7 @@ import sys
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import (
-    add_generation_options,
-    add_inference_options,
-    read_options,
-)
+from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env

@@ -5,8 +5,8 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.cli.screen import Column, numbers, open_console, print_columns, print_prose
@@ -79,7 +79,12 @@ def run(argv: list[str]) -> int:
         message = f"train.offload={list(offload)!r} as if every copy were in time, as train.offload_waits=true makes it"
     formulas = compute_rank_memory(cfg, offload=offload, kernels=KERNEL_PROFILES[device], imbalance=args.imbalance)
     if args.dry:
-        return _report_formulas(cfg, layout, formulas, device_type=device, message=message, as_json=args.json)
+        report = _formula_report(cfg, layout, formulas, device)
+        if args.json:
+            print(json.dumps(report.as_dict(message)))
+        else:
+            report.print(message, layout.world_size)
+        return bool(report.faults)
     return _report_measured(cfg, layout, message=message, as_json=args.json)
 
 
@@ -96,19 +101,65 @@ def _resolve_recompute(cfg: Config, kernels: KernelProfile, imbalance: float) ->
     return with_recompute(cfg, choice.parts), choice.describe(budget)
 
 
-def _report_formulas(
-    cfg: Config,
-    layout: Layout,
-    formulas: tuple[RankMemory, ...],
-    *,
-    device_type: str,
-    message: str,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True)
+class FormulaReport:
+    """Memory by formula of the first rank of each pipeline stage, compared with the built model."""
+
+    ranks: tuple[int, ...]
+    formulas: tuple[RankMemory, ...]
+    further: tuple[BytesByPart, ...]
+    """Weights of further models of reinforcement learning."""
+    snapshots: tuple[int, ...]
+    sampling: tuple[BytesByPart, ...]
+    """Minimum while rollouts are sampled, where the ranks of training sample."""
+    sampling_ranks: tuple[BytesByPart, ...]
+    """Minimum of the ranks of rollout.ranks, by pipeline stage of sampling."""
+    faults: list[str]
+    """Differences between the formulas and the built model."""
+
+    def as_dict(self, note: str) -> dict[str, Any]:
+        """Return the report as `--json` prints it."""
+        ranks = [
+            {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
+            | ({"host_snapshots": snapshot} if snapshot else {})
+            for rank, memory, models, snapshot in zip(
+                self.ranks, self.formulas, self.further, self.snapshots, strict=True
+            )
+        ]
+        for record, parts in zip(ranks, self.sampling, strict=False):
+            record["sampling"] = dict(parts)
+        extra = {"sampling_ranks": [dict(parts) for parts in self.sampling_ranks]} if self.sampling_ranks else {}
+        return {"dry": True, "note": note, "ranks": ranks, **extra, "faults": self.faults}
+
+    def print(self, note: str, world_size: int) -> None:
+        """Print the report as tables."""
+        rows = {
+            rank: _formula_row(memory) | dict(models)
+            for rank, memory, models in zip(self.ranks, self.formulas, self.further, strict=True)
+        }
+        print_parts(rows, "by formula, first rank of each pipeline stage")
+        _print_snapshots(dict(zip(self.ranks, self.snapshots, strict=True)))
+        if self.sampling:
+            print()
+            print_parts(dict(zip(self.ranks, self.sampling, strict=True)), "at least, while rollouts are sampled")
+        if self.sampling_ranks:
+            print()
+            title = "at least, a rank of rollout.ranks, by pipeline stage of sampling"
+            print_parts(dict(enumerate(self.sampling_ranks)), title)
+        print_escaped(f"\n{note}\n" if note else "")
+        if self.faults:
+            faults = "\n  ".join(self.faults)
+            print_escaped(f"the weights or optimizer states of the built model differ from the formulas:\n  {faults}")
+        else:
+            print_escaped(f"weights, moments and buffers match the sharded model, of {world_size} ranks, to the byte")
+
+
+def _formula_report(cfg: Config, layout: Layout, formulas: tuple[RankMemory, ...], device_type: str) -> FormulaReport:
+    """Build the model of the first rank of each stage, without memory, and compare it with the formulas."""
     from moefold.train.memory_profile import sharded_state_bytes
 
     stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
-    first = [stages.index(pp_rank) for pp_rank in range(layout.pp)]
+    first = tuple(stages.index(pp_rank) for pp_rank in range(layout.pp))
     built: list[StateBytes] = []
     started_s = time.monotonic()
     for rank in first:
@@ -129,36 +180,7 @@ def _report_formulas(
         sampling = tuple(
             own + models for own, models in zip(min_sampling_memory(cfg, device_type), further, strict=True)
         )
-    rows = {
-        rank: _formula_row(memory) | dict(models) for rank, memory, models in zip(first, formulas, further, strict=True)
-    }
-    snapshots = snapshot_bytes(cfg)
-    if as_json:
-        ranks = [
-            {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
-            | ({"host_snapshots": snapshot} if snapshot else {})
-            for rank, memory, models, snapshot in zip(first, formulas, further, snapshots, strict=True)
-        ]
-        for record, parts in zip(ranks, sampling, strict=False):
-            record["sampling"] = dict(parts)
-        extra = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
-        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **extra, "faults": faults}))
-        return bool(faults)
-    print_parts(rows, "by formula, first rank of each pipeline stage")
-    _print_snapshots(dict(zip(first, snapshots, strict=True)))
-    if sampling:
-        print()
-        print_parts(dict(zip(first, sampling, strict=True)), "at least, while rollouts are sampled")
-    if sampling_ranks:
-        print()
-        print_parts(dict(enumerate(sampling_ranks)), "at least, a rank of rollout.ranks, by pipeline stage of sampling")
-    print_escaped(f"\n{message}\n" if message else "")
-    print_escaped(
-        "the weights or optimizer states of the built model differ from the formulas:\n  " + "\n  ".join(faults)
-        if faults
-        else f"weights, moments and buffers match the sharded model, of {layout.world_size} ranks, to the byte"
-    )
-    return bool(faults)
+    return FormulaReport(first, formulas, further, snapshot_bytes(cfg), sampling, sampling_ranks, faults)
 
 
 def _print_snapshots(num_snapshots: Mapping[int, int]) -> None:

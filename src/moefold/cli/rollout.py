@@ -5,11 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import (
-    add_generation_options,
-    add_inference_options,
-    read_options,
-)
+from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.inference.notices import report_notices

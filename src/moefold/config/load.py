@@ -200,8 +200,8 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     return remaining, parts, problems
 
 
-def _apply_override(tree: Tree, override: str, folder: Path) -> str:
-    """Apply one override; return a message on dropped settings, or ""."""
+def _parse_override(override: str, tree: Tree) -> tuple[str, str, str]:
+    """Split an override into section, key and text; refuse a name that no recipe has."""
     name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO_MAPPING):
         name = "parallel.mapping"
@@ -229,39 +229,50 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         hint = key_hint(name)
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
         raise ConfigError(f"override {brief_value(override)}: {reason}")
+    return section, key, text.strip()
+
+
+def _apply_override(tree: Tree, override: str, folder: Path) -> str:
+    """Apply one override; return a message on dropped settings, or ""."""
+    section, key, text = _parse_override(override, tree)
+    path = f"{section}.{key}"
     keys = tree.setdefault(section, {})
     # A recipe with `run = 3` is refused by the validation that follows.
     if not isinstance(keys, dict):
         return ""
     owner, dot, _ = key.partition(".")
     is_setting = bool(dot) and mark_at(f"{section}.{owner}") is not None
-    value = parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
-    names = [section, *(key.split(".") if is_setting else [key])]
+    value = parsed_value(text) if is_setting else _override_value(section, key, text)
+    if group_at(path) is not None:
+        value = resolve_kind_path(value, folder)
+    if path == "model.layers":
+        value = _counted(keys, {key: value}).get(key, value) if key in keys else value
+    dropped = _merge_override(tree, [section, *(key.split(".") if is_setting else [key])], value)
+    left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
+    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
+
+
+def _merge_override(tree: Tree, names: list[str], value: Any) -> Tree:
+    """Put the value of an override into a recipe, with the settings that it keeps; return the settings left out."""
+    path = ".".join(names)
     before: Any = tree
     for name in names:
         before = before.get(name) if isinstance(before, dict) else None
-    dropped: Tree = {}
-    path = f"{section}.{key}"
     is_kind = group_at(path) is not None
-    value = resolve_kind_path(value, folder) if is_kind else value
-    if path == "model.layers":
-        value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if is_kind and isinstance(value, str) and value != NONE and isinstance(before, dict):
         carried, dropped = settings_of_other_kind(path, before, value)
-        value_of_part: Any = {"kind": value, **carried} if carried else value
         put(tree, names, NONE)
-        put(tree, names, value_of_part)
-    else:
-        if isinstance(value, dict):
-            # A table is completed by the kind and the settings of the recipe, like the keys of a preset.
-            kind = value.get("kind")
-            if is_kind and isinstance(before, dict) and isinstance(kind, str) and kind != before.get("kind"):
-                before = {"kind": kind, **settings_of_other_kind(path, before, kind)[0]}
-            value = merged(path, before, value)
-            put(tree, names, NONE)
-        put(tree, names, value)
-    left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
-    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
+        put(tree, names, {"kind": value, **carried} if carried else value)
+        return dropped
+    if isinstance(value, dict):
+        # A table is completed by the kind and the settings of the recipe, like the keys of a preset.
+        kind = value.get("kind")
+        if is_kind and isinstance(before, dict) and isinstance(kind, str) and kind != before.get("kind"):
+            before = {"kind": kind, **settings_of_other_kind(path, before, kind)[0]}
+        value = merged(path, before, value)
+        put(tree, names, NONE)
+    put(tree, names, value)
+    return {}
 
 
 def _override_value(section: str, key: str, text: str) -> Any:

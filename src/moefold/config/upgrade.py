@@ -159,28 +159,41 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys = sections.get(section)
         if str(place) == LAYERS or not isinstance(keys, dict) or key not in keys or (keys is sites and not is_clear):
             continue
-        value = keys.pop(key)
-        path, owner = str(place), place.key
-        kind = _kind_at(owner, sections, base)
-        if place.setting == KIND:
-            kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
-            if value and kind_there:
-                put(sections, owner.split("."), kind_there)
-            elif not value or kind not in place.kinds:
-                unread.append(name)
-            continue
-        if mark_at(path) is not None and isinstance(value, bool):
-            value = {} if value else NONE
-        elif name in OFF and not value:
-            path, value = owner, NONE
-        if not _is_read(owner if name in OFF else path, sections, base, place.kinds):
+        move = _move_kind if place.setting == KIND else _move_setting
+        if not move(name, keys.pop(key), sections, base):
             unread.append(name)
-        elif value != NONE or value_at(path, base) is not None:
-            owner_path = owner.split(".", 1)
-            if group_at(owner) and value != NONE and (section != "model" or default_of(*owner_path) is None):
-                put(sections, [*owner.split("."), KIND], kind or choices_of(*owner_path)[0])
-            put(sections, path.split("."), value)
     return sections, unread
+
+
+def _move_kind(name: str, value: Any, sections: dict[str, Any], base: Mapping[str, Any]) -> bool:
+    """Set the kind that a flat key enables; return whether a part reads the key."""
+    place = MOVED[name]
+    kind = _kind_at(place.key, sections, base)
+    kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
+    if value and kind_there:
+        put(sections, place.key.split("."), kind_there)
+        return True
+    return bool(value) and kind in place.kinds
+
+
+def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping[str, Any]) -> bool:
+    """Set the setting or the table of a flat key; return whether a part reads the key."""
+    place = MOVED[name]
+    path = str(place)
+    owner = place.key
+    kind = _kind_at(owner, sections, base)
+    if mark_at(path) is not None and isinstance(value, bool):
+        value = {} if value else NONE
+    elif name in OFF and not value:
+        path, value = owner, NONE
+    if not _is_read(owner if name in OFF else path, sections, base, place.kinds):
+        return False
+    if value != NONE or value_at(path, base) is not None:
+        owner_path = owner.split(".", 1)
+        if group_at(owner) and value != NONE and (not name.startswith("model.") or default_of(*owner_path) is None):
+            put(sections, [*owner.split("."), KIND], kind or choices_of(*owner_path)[0])
+        put(sections, path.split("."), value)
+    return True
 
 
 def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,19 +79,8 @@ def load_initial_weights(
     source = open_weights(path)
     if upcycle:
         source = UpcycledSource(source, sizes, upcycle, run.seed)
-    buffers = {
-        name: buffer
-        for name, buffer in model.named_buffers.items()
-        # Counts of the last step of a run are not weights: the new run starts from zeros.
-        if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
-    }
-    stored = {
-        name: weight
-        for name, weight in model.named_parameters.items()
-        if (name in source.shapes or INDEXER not in name) and not is_adapter(name)
-    }
     with errors_on_all_ranks(world):
-        load_shards(source, {**stored, **buffers}, str(path))
+        load_shards(source, _tensors_to_load(model, source), str(path))
     if is_first_rank and checkpoint.saves:
         save_sidecar_files(path, run, checkpoint)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
@@ -107,6 +96,22 @@ def load_initial_weights(
     origin = start if is_remote(start) and is_hf_folder(path) else path
     summary = f"{'upcycled from' if upcycle else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
+
+
+def _tensors_to_load(model: ParallelModel, source: WeightSource) -> dict[str, Tensor]:
+    """Return the tensors of the model to load: all but adapters, and indexers that the weights lack."""
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers.items()
+        # Counts of the last step of a run are not weights: the new run starts from zeros.
+        if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
+    }
+    stored = {
+        name: weight
+        for name, weight in model.named_parameters.items()
+        if (name in source.shapes or INDEXER not in name) and not is_adapter(name)
+    }
+    return {**stored, **buffers}
 
 
 def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from moefold.model.indexer import LightningIndexer
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+RunBlock = Callable[..., Resumable[Any]]
+"""Function that runs a layer, from the layer and its arguments."""
 
 
 class Embedding(nn.Module):
@@ -140,11 +142,7 @@ class Transformer(nn.Module):
         return (yield from self._run(x, columns, document_bounds, lambda block, *args: block.forward_resumable(*args)))
 
     def _run(
-        self,
-        x: Tensor,
-        columns: Mapping[str, Tensor],
-        bounds: DocumentBounds | None,
-        run_block: Callable[..., Resumable[Any]],
+        self, x: Tensor, columns: Mapping[str, Tensor], bounds: DocumentBounds | None, run_block: RunBlock
     ) -> Resumable[Tensor]:
         """Run the layers of this stage, each by `run_block`, which gets the layer and its arguments."""
         inputs = self._layer_inputs(columns, bounds)
@@ -153,19 +151,26 @@ class Transformer(nn.Module):
             if self.freezes_weights and torch.is_grad_enabled():
                 # The gradient reaches every layer, although the embedding is frozen.
                 x.requires_grad_()
-        if self.fused is not None:
-            x = self.fused(x, inputs)
-        else:
-            shortcut = Shortcut()
-            selections = Selections()
-            for block in self._blocks():
-                x = shortcut.add((yield from run_block(block, x, replace(inputs, selection=selections.of(block)))))
-            shortcut.end()
+        x = self.fused(x, inputs) if self.fused is not None else (yield from self._run_blocks(x, inputs, run_block))
         if not self.is_last:
             # A stage without layers returns a new view of its input: the pipeline keeps input and output apart.
             return x if self.is_first or len(self.layers) else x.view_as(x)
         if "labels" not in columns:
             return self.head(x, self._tied_weight)
+        return (yield from self._loss_terms(x, columns, inputs, run_block))
+
+    def _run_blocks(self, x: Tensor, inputs: LayerInputs, run_block: RunBlock) -> Resumable[Tensor]:
+        shortcut = Shortcut()
+        selections = Selections()
+        for block in self._blocks():
+            x = shortcut.add((yield from run_block(block, x, replace(inputs, selection=selections.of(block)))))
+        shortcut.end()
+        return x
+
+    def _loss_terms(
+        self, x: Tensor, columns: Mapping[str, Tensor], inputs: LayerInputs, run_block: RunBlock
+    ) -> Resumable[Tensor]:
+        """Compute the terms of the loss from the output of the last layer; runs the layers of MTP in training."""
         x = pass_gradient(x, self.head.norm(x.detach())) if self.is_frozen else self.head.norm(x)
         terms = self.loss(self._output(x), columns)
         mtp_losses = []

@@ -188,14 +188,7 @@ class PassScheduler:
         """Return the tokens of the next pass; they count as cached from now on."""
         self._copies = []
         self._admit()
-        state_copies = []
-        for sample in self._active:
-            if sample.prefix is not None and not sample.prefix.num_pending:
-                assert sample.prefix.state_slot is not None, "a cached prompt has a state"
-                sample.table.share_from(sample.prefix.table, sample.prefix.num_cached)
-                sample.num_cached = sample.prefix.num_cached
-                state_copies.append((sample.prefix.state_slot, self._state_slot(sample)))
-                sample.prefix = None
+        state_copies = self._attach_prefixes()
         num_decodes = sum(sample.is_decoded for sample in self._active)
         prefill_tokens = self._limits.pass_tokens - num_decodes
         scored_rows = SCORED_ROWS
@@ -205,30 +198,52 @@ class PassScheduler:
             if not sample.is_active:
                 continue
             if sample.is_decoded:
-                first = sample.num_cached
-                if self._reserve(sample, 1, sample.request_id):
-                    sample.num_cached = first + 1
-                    slot = self._state_slot(sample)
-                    segments.append(PassSegment(sample.tokens[first:], first, sample.table, sample.request_id, slot))
-                continue
-            assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
-            sequence: _Sequence = sample if sample.prefix is None else sample.prefix
-            room = min(prefill_tokens, scored_rows) if sample.scores_prompt else prefill_tokens
-            count = self._reserve(sequence, min(sequence.num_pending, room), sample.request_id)
-            if not count:
-                continue
-            prefill_tokens -= count
-            if sample.scores_prompt:
-                scored_rows -= count
-            first = sequence.num_cached
-            sequence.num_cached += count
-            is_drawn = sequence is sample and not sample.num_pending
-            tokens = sequence.tokens[first : first + count]
-            request_id = sample.request_id if is_drawn else -1
-            scored = sample.request_id if sample.scores_prompt else -1
-            segments.append(PassSegment(tokens, first, sequence.table, request_id, self._state_slot(sequence), scored))
+                segment = self._decode_segment(sample)
+            else:
+                room = min(prefill_tokens, scored_rows) if sample.scores_prompt else prefill_tokens
+                segment = self._prefill_segment(sample, room)
+                count = 0 if segment is None else len(segment.tokens)
+                prefill_tokens -= count
+                scored_rows -= count if sample.scores_prompt else 0
+            if segment is not None:
+                segments.append(segment)
         assert segments or not self.has_work, "a pass without tokens"
         return Pass(segments, self._copies, state_copies)
+
+    def _attach_prefixes(self) -> list[tuple[int, int]]:
+        """Give cached shared prompts to the samples that wait for them; return the slots of states to copy."""
+        state_copies = []
+        for sample in self._active:
+            if sample.prefix is not None and not sample.prefix.num_pending:
+                assert sample.prefix.state_slot is not None, "a cached prompt has a state"
+                sample.table.share_from(sample.prefix.table, sample.prefix.num_cached)
+                sample.num_cached = sample.prefix.num_cached
+                state_copies.append((sample.prefix.state_slot, self._state_slot(sample)))
+                sample.prefix = None
+        return state_copies
+
+    def _decode_segment(self, sample: _Sample) -> PassSegment | None:
+        """Return the last token of a sample, whose others are cached; None without a page for it."""
+        first = sample.num_cached
+        if not self._reserve(sample, 1, sample.request_id):
+            return None
+        sample.num_cached = first + 1
+        return PassSegment(sample.tokens[first:], first, sample.table, sample.request_id, self._state_slot(sample))
+
+    def _prefill_segment(self, sample: _Sample, room: int) -> PassSegment | None:
+        """Return the next tokens of a prompt, at most `room`; None without room or pages."""
+        assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
+        sequence: _Sequence = sample if sample.prefix is None else sample.prefix
+        count = self._reserve(sequence, min(sequence.num_pending, room), sample.request_id)
+        if not count:
+            return None
+        first = sequence.num_cached
+        sequence.num_cached += count
+        is_drawn = sequence is sample and not sample.num_pending
+        tokens = sequence.tokens[first : first + count]
+        request_id = sample.request_id if is_drawn else -1
+        scored = sample.request_id if sample.scores_prompt else -1
+        return PassSegment(tokens, first, sequence.table, request_id, self._state_slot(sequence), scored)
 
     def _state_slot(self, sequence: _Sequence) -> int:
         """Return the slot of a sequence's state; a new slot may come from a shared prompt that no sample waits for.

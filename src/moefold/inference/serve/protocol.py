@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -118,10 +118,10 @@ def _completion(fields: CompletionFields) -> ApiRequest:
         raise ApiError(f"best_of={num_samples} must be at least n={num_choices}", param="best_of")
     if num_samples > num_choices and fields.stream:
         raise ApiError("best_of above n is not supported with stream=true; leave one of them out", param="best_of")
-    return ApiRequest(
-        **_shared(fields, "completion") | {"num_samples": num_samples},
+    return replace(
+        _shared(fields, "completion"),
+        num_samples=num_samples,
         prompts=_prompts(fields.prompt),
-        template_variables={},
         max_tokens=max_tokens,
         has_log_probs=fields.logprobs is not None,
         num_alternatives=fields.logprobs or 0,
@@ -152,15 +152,15 @@ def _chat(fields: ChatFields) -> ApiRequest:
         variables["reasoning_effort"] = fields.reasoning_effort
     tool_use = _tool_use(fields)
     shared = _shared(fields, "chat")
-    if tool_use is not None and shared["schema"]:
+    if tool_use is not None and shared.schema:
         raise ApiError(
             "response_format and tools cannot be used together; set tool_choice='none', or leave one of them out",
             param="response_format",
         )
-    if tool_use is not None and tool_use.forced and shared["rules"].min_tokens:
+    if tool_use is not None and tool_use.forced and shared.rules.min_tokens:
         raise ApiError("min_tokens cannot be used with a forced tool; leave it out", param="min_tokens")
-    return ApiRequest(
-        **shared,
+    return replace(
+        shared,
         messages=tuple(_turn(message, i) for i, message in enumerate(fields.messages)),
         template_variables=variables,
         continues_last=continues,
@@ -171,8 +171,8 @@ def _chat(fields: ChatFields) -> ApiRequest:
     )
 
 
-def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
-    """Return the arguments of `ApiRequest` that are common to both kinds of requests."""
+def _shared(fields: SharedFields, kind: ApiKind) -> ApiRequest:
+    """Return a request with the settings that are common to both kinds, without its prompt."""
     stops = tuple([fields.stop] if isinstance(fields.stop, str) else fields.stop or ())
     if len(stops) > MAX_STOP_STRINGS or not all(stops):
         raise ApiError(f"stop must have at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop")
@@ -193,9 +193,10 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
     if schema and (rules.min_tokens or fields.ignore_eos):
         name = "min_tokens" if rules.min_tokens else "ignore_eos"
         raise ApiError(f"{name} cannot be used with response_format, which ends the answer; leave it out", param=name)
-    return {
-        "kind": kind,
-        "sampling": SamplingParams(
+    return ApiRequest(
+        kind=kind,
+        template_variables={},
+        sampling=SamplingParams(
             temperature=temperature,
             # The likeliest token is the same with and without the other tokens.
             top_p=(fields.top_p or 1.0) if temperature else 1.0,
@@ -203,17 +204,17 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
             min_p=(fields.min_p or 0.0) if temperature else 0.0,
             seed=secrets.randbits(62) if fields.seed is None else fields.seed % 2**63,
         ),
-        "rules": rules,
-        "schema": schema,
-        "num_samples": fields.n or 1,
-        "num_choices": fields.n or 1,
-        "stops": stops,
-        "stop_ids": frozenset(fields.stop_token_ids or ()),
-        "ignores_end": bool(fields.ignore_eos),
-        "skips_special": fields.skip_special_tokens is not False,
-        "streams": bool(fields.stream),
-        "includes_usage": options is not None and bool(options.include_usage),
-    }
+        rules=rules,
+        schema=schema,
+        num_samples=fields.n or 1,
+        num_choices=fields.n or 1,
+        stops=stops,
+        stop_ids=frozenset(fields.stop_token_ids or ()),
+        ignores_end=bool(fields.ignore_eos),
+        skips_special=fields.skip_special_tokens is not False,
+        streams=bool(fields.stream),
+        includes_usage=options is not None and bool(options.include_usage),
+    )
 
 
 def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

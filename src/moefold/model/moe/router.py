@@ -212,16 +212,20 @@ class Router(nn.Module):
         if self._choice.sets_bias:
             self.expert_bias.copy_(-thresholds_E)
             return
-        # E * count against the sum of counts: integers, so that an even load compares equal.
+        deficit_E = self._deficit(tokens_per_expert_E)
+        # The share of the zero-computation experts follows from the others' shares (arXiv:2509.01322 sec. 2.1.2).
+        deficit_E[self._part.num_experts :] = 0
+        self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
+
+    def _deficit(self, tokens_per_expert_E: Tensor) -> Tensor:
+        """Return the tokens that each expert lacks to its share of the load, times a positive factor, [E]."""
         total = tokens_per_expert_E.sum()
-        deficit_E = total - tokens_per_expert_E * len(tokens_per_expert_E)
         part = self._part
         if part.active_experts:
             share = part.active_experts / (part.top_k * part.num_experts)
-            deficit_E = total * share - tokens_per_expert_E.double()
-        # The share of the zero-computation experts follows from the others' shares (arXiv:2509.01322 sec. 2.1.2).
-        deficit_E[part.num_experts :] = 0
-        self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
+            return total * share - tokens_per_expert_E.double()
+        # E * count against the sum of counts: integers, so that an even load compares equal.
+        return total - tokens_per_expert_E * len(tokens_per_expert_E)
 
     def _apply_jitter(self, x_TH: Tensor, token_positions: TokenPositions) -> Tensor:
         width = self._moe.input_jitter

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, Setting
 from moefold.model.attention import CausalAttention, SelfAttention
@@ -163,19 +165,13 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels(message=f"{Setting('run.kernels', 'auto')}: plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
     has_swiglu = cfg.model.ffn.moe.activation.is_swiglu
-    parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
-    parts["causal attention"] = uses_attention
-    parts["linear attention"] = has_linear
-    parts["whole layers of decoding"] = uses_attention and uses_gemm
-    parts["whole layers of decoding where they are faster"] = uses_attention and not uses_gemm
-    message = f"{Setting('run.kernels', cfg.run.kernels)}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
         permute_ops=permute_ops,
         linear_backend=linear_backend if uses_gemm else None,
         router_softmax=softmax,
         rope=rope,
-        message=message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU",
+        message=_c_message(cfg.run, cfg.model, uses_gemm=uses_gemm, uses_attention=uses_attention),
         expert_activation=activation if has_swiglu else None,
         attention=attention if uses_attention else None,
         linear_attention=linear_attention,
@@ -188,6 +184,23 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         norm=norm,
         draw=draw,
     )
+
+
+def _c_message(run: RunConfig, model: ModelConfig, *, uses_gemm: bool, uses_attention: bool) -> str:
+    """Return the log message about the parts of a layer that C kernels compute."""
+    has_swiglu = model.ffn.moe.activation.is_swiglu
+    parts = {
+        "GEMMs": uses_gemm,
+        "expert activation": has_swiglu,
+        "norms": True,
+        "RoPE": True,
+        "causal attention": uses_attention,
+        "linear attention": model.has_linear_attention,
+        "whole layers of decoding": uses_attention and uses_gemm,
+        "whole layers of decoding where they are faster": uses_attention and not uses_gemm,
+    }
+    message = f"{Setting('run.kernels', run.kernels)}: {', '.join(part for part in parts if parts[part])} in C"
+    return message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU"
 
 
 def _linear_attention_in_c() -> "tuple[ChunkKernel, ConvolutionKernel]":

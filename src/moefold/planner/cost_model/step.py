@@ -228,14 +228,19 @@ class CostModel:
             contents[:, :, :-1] @ layers[:, direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
         )
         busiest = (forward + backward).argmax(axis=1, keepdims=True)
-        slowest = [np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward)]
+        forward_s, backward_s = (np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward))
         weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
-        mean = [(shares @ ranks)[:, 0] for ranks in (forward, backward)]
+        mean_forward, mean_backward = ((shares @ ranks)[:, 0] for ranks in (forward, backward))
         sends, send_back = self.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
-        seconds = n * (slowest[0] + slowest[1]) + sends + bubble
-        found = np.take_along_axis(contents, busiest[:, 0, :, None], axis=1)
-        return PassTimes(seconds, slowest[0], slowest[1], sends, bubble, found)
+        bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), mapping.pp, n, pipelines)
+        return PassTimes(
+            seconds=n * (forward_s + backward_s) + sends + bubble,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            sends_s=sends,
+            bubble_s=bubble,
+            contents=np.take_along_axis(contents, busiest[:, 0, :, None], axis=1),
+        )
 
     def step_s(self, passes: PassTimes, mapping: ParallelMapping, place: int) -> Seconds:
         """Return the seconds of a step with one of some pipelines, [strategies].
@@ -246,8 +251,7 @@ class CostModel:
         """
         comm = self.data_parallel.cost(mapping)
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        busy = passes.forward_s[place], passes.backward_s[place]
-        exposed_s = self.data_parallel.exposed_s(mapping, comm, *busy, n)
+        exposed_s = self.data_parallel.exposed_s(mapping, comm, passes.forward_s[place], passes.backward_s[place], n)
         seconds: Seconds = passes.seconds[place] + exposed_s + comm.optimizer_s + STEP_OVERHEAD_S
         return seconds
 

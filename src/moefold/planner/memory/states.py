@@ -94,7 +94,16 @@ class StateMemoryTable:
         else:
             degrees = m.dp * m.cp, m.edp
         is_accumulated = m.num_micro_batches(self.workload.global_batch_size) > 1
-        return StateMapping(m.tp, m.cp, m.ep, m.etp, degrees, m.zero, is_single, is_accumulated)
+        return StateMapping(
+            tp=m.tp,
+            cp=m.cp,
+            ep=m.ep,
+            etp=m.etp,
+            degrees=degrees,
+            zero=m.zero,
+            is_single=is_single,
+            has_several_micro_batches=is_accumulated,
+        )
 
     def exchange_bytes(self, mapping: ParallelMapping) -> int:
         """Return the bytes that the dispatcher of a mapping reserves for its exchanges; 0 for most dispatchers."""

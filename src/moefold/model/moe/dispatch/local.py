@@ -6,11 +6,7 @@ from torch import Tensor
 
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
-from moefold.model.moe.permute import (
-    as_counts,
-    plan_permutation,
-    truncate_permutation,
-)
+from moefold.model.moe.permute import as_counts, plan_permutation, truncate_permutation
 from moefold.ops.expert_ops import LazyCounts
 from moefold.ops.quantization.formats import straight_through_quantize
 

@@ -13,13 +13,7 @@ from moefold.comm.host_copy import HostCopy
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.dispatch.base import RoutingMap, SplitSizes, fp8_permuted_wire_format
 from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
-from moefold.model.moe.permute import (
-    as_counts,
-    permute,
-    plan_permutation,
-    truncate_permutation,
-    unpermute,
-)
+from moefold.model.moe.permute import as_counts, permute, plan_permutation, truncate_permutation, unpermute
 from moefold.ops.expert_ops import Permutation
 
 
