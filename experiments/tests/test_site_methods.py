@@ -11,7 +11,7 @@ from moefold.config.upgrade_text import upgrade_text
 from moefold.errors import ConfigError
 from moefold.optim.outer_round import PendingRound
 from moefold.recipe import load_config
-from moefold.topology.fragments import fragments_due
+from moefold.topology.fragments import RoundCalendar
 from moefold.validate.config import check_config
 from moefold_experiments.co2.part import CO2
 from moefold_experiments.noloco.part import NoLoCo
@@ -192,7 +192,7 @@ def merged(*words: str) -> dict[int, tuple[int, ...]]:
     outer = OuterOfOwners({}, {}, cfg.sites, None, num_fragments=count)
     found = {}
     for step in range(1, 101):
-        due = fragments_due(cfg.run, cfg.model, cfg.sites, step)
+        due = RoundCalendar(cfg.run, cfg.model, cfg.sites).fragments_due(step)
         if fragments := outer.merged_fragments(PendingRound(step, step, due, None, None)):
             found[step] = fragments
     return found
