@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moefold.model.moe.dispatch.base import RoutingMap
-from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.dispatch.partial_sums import DispatchState, PartialSumDispatcher, ReceivedTokens
 from moefold.model.moe.permute import as_counts, plan_permutation, truncate_permutation
 from moefold.ops.expert_ops import LazyCounts
 from moefold.ops.quantization.formats import straight_through_quantize
 
 
-class LocalDispatcher(PartialSumDispatcher[SentTokens]):
+class LocalDispatcher(PartialSumDispatcher[DispatchState]):
     """Dispatcher that permutes by expert, without communication.
 
     Args:
@@ -24,7 +24,7 @@ class LocalDispatcher(PartialSumDispatcher[SentTokens]):
         self._num_experts = num_experts
         self.fp8_dispatch = fp8_dispatch
 
-    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, SentTokens]:
+    def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DispatchState]:
         """Plan the permutation by expert; rows of dropped tokens follow the experts' rows where counting waits."""
         ids_TK = routing_map.ids_TK
         permutation = plan_permutation(
@@ -40,12 +40,12 @@ class LocalDispatcher(PartialSumDispatcher[SentTokens]):
             tokens_per_expert = as_counts(permutation.tokens_per_expert_E, values)
         rows = straight_through_quantize(x_TH) if self.fp8_dispatch else x_TH
         received = ReceivedTokens(permutation, routing_map.probs_TK, tokens_per_expert)
-        return rows, SentTokens(arrived=received)
+        return rows, DispatchState(arrived=received)
 
-    def dispatch_communicate(self, rows: Tensor, metadata: SentTokens) -> Tensor:
+    def dispatch_communicate(self, rows: Tensor, metadata: DispatchState) -> Tensor:
         """Return rows unchanged."""
         return rows
 
-    def combine_communicate(self, rows: Tensor, metadata: SentTokens) -> Tensor:
+    def combine_communicate(self, rows: Tensor, metadata: DispatchState) -> Tensor:
         """Return rows unchanged."""
         return rows

@@ -23,7 +23,7 @@ class ReceivedTokens:
 
 
 @dataclass
-class SentTokens:
+class DispatchState:
     """Dispatch state of one micro-batch."""
 
     arrived: ReceivedTokens | None = field(default=None, kw_only=True)
@@ -45,32 +45,32 @@ class SentTokens:
         return replace(self, arrived=replace(self.received, probs_NK=None))
 
 
-SentT = TypeVar("SentT", bound=SentTokens)
+StateT = TypeVar("StateT", bound=DispatchState)
 
 
-class PartialSumDispatcher(Dispatcher[SentT]):
+class PartialSumDispatcher(Dispatcher[StateT]):
     """Dispatcher whose ranks permute received tokens by local expert, and sum the experts' outputs of each token."""
 
     combines_locally = True
 
-    def dispatch_postprocess(self, rows: Tensor, metadata: SentT) -> Tensor:
+    def dispatch_postprocess(self, rows: Tensor, metadata: StateT) -> Tensor:
         """Permute the received tokens by local expert, one row for each choice."""
         return permute(rows, metadata.received.permutation, self.permute_ops)
 
-    def permute_map(self, metadata: SentT) -> PermuteMap:
+    def permute_map(self, metadata: StateT) -> PermuteMap:
         """Return the permutation of the received tokens by local expert."""
         return PermuteMap.from_permutation(metadata.received.permutation)
 
-    def combine_preprocess(self, y_RH: Tensor, metadata: SentT) -> Tensor:
+    def combine_preprocess(self, y_RH: Tensor, metadata: StateT) -> Tensor:
         """Compute the weighted sum of the local expert outputs for each received token, [N, H]."""
         received = metadata.received
         return unpermute(y_RH, received.permutation, received.probs_NK, self.permute_ops)
 
-    def combine_postprocess(self, rows: Tensor, metadata: SentT) -> Tensor:
+    def combine_postprocess(self, rows: Tensor, metadata: StateT) -> Tensor:
         """Return the rows, which are summed, unchanged."""
         return rows
 
-    def dispatch_probs(self, metadata: SentT) -> tuple[Tensor, SentT]:
+    def dispatch_probs(self, metadata: StateT) -> tuple[Tensor, StateT]:
         """Permute the routing probabilities, which this rank has."""
         received = metadata.received
         assert received.probs_NK is not None

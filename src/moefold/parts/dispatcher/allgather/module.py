@@ -10,12 +10,12 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.dispatch.base import RoutingMap, SplitSizes, fp8_wire_format
-from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.dispatch.partial_sums import DispatchState, PartialSumDispatcher, ReceivedTokens
 from moefold.model.moe.permute import as_counts, plan_permutation
 
 
 @dataclass
-class AllGatherMetadata(SentTokens):
+class AllGatherMetadata(DispatchState):
     """Dispatch state of one micro-batch; this rank receives the tokens of all N ranks, [N*T, H]."""
 
     num_tokens: int

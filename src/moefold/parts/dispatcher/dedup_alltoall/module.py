@@ -12,13 +12,13 @@ from moefold.comm.groups import Group
 from moefold.comm.host_copy import HostCopy
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.dispatch.base import RoutingMap, SplitSizes, fp8_permuted_wire_format
-from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.dispatch.partial_sums import DispatchState, PartialSumDispatcher, ReceivedTokens
 from moefold.model.moe.permute import as_counts, permute, plan_permutation, truncate_permutation, unpermute
 from moefold.ops.expert_ops import Permutation
 
 
 @dataclass
-class DedupMetadata(SentTokens):
+class DedupMetadata(DispatchState):
     """Dispatch state of one micro-batch."""
 
     to_ranks: Permutation

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.groups import Group
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.base import RoutingMap
-from moefold.model.moe.dispatch.partial_sums import PartialSumDispatcher, ReceivedTokens, SentTokens
+from moefold.model.moe.dispatch.partial_sums import DispatchState, PartialSumDispatcher, ReceivedTokens
 from moefold.model.moe.permute import plan_permutation
 from moefold.ops.quantization.formats import dequantize, quantize
 
@@ -75,7 +75,7 @@ class Buffer(Protocol):
 
 
 @dataclass
-class DeepEPMetadata(SentTokens):
+class DeepEPMetadata(DispatchState):
     """Dispatch state of one micro-batch; the handle is known once the tokens have arrived."""
 
     probs_TK: Tensor
