@@ -58,7 +58,7 @@ def training_gemms(model: ModelConfig, sizes: Sizes) -> Counter[Shape]:
 
 
 def decoding_gemms(model: ModelConfig, sizes: Sizes) -> Counter[Shape]:
-    """Return the GEMMs of the passes of decoding: one over the prompts, and one for each further token."""
+    """Return the GEMMs of the passes of decoding: one over the prompts, and one for each token after the first."""
     prompts = sizes.rollouts // GROUP_SIZE
     work = forward_gemms(model, prompts * sizes.prompt, prompts)
     for shape, count in forward_gemms(model, sizes.rollouts, sizes.rollouts).items():

@@ -280,10 +280,9 @@ class LoadedRecipe(NamedTuple):
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe like `load_config`, and also return its explicit keys and adaptation messages.
+    """Read a recipe and apply the overrides; also return the keys that were set, and messages on adapted settings.
 
-    Raises:
-        ConfigError: see `load_config`.
+    Arguments and errors are as for `load_config`.
     """
     path = None if path is None else Path(path)
     tree = read_recipe(path) if path is not None else {}

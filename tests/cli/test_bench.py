@@ -13,6 +13,7 @@ BELOW_A_FILE = f"{__file__}/x"
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--shape", "large"], "--shape large is unknown; the shapes are small, mixtral-8x7b-layer"),
+        (["--shape", "a layer"], "--shape 'a layer' is unknown"),
         (["--tokens", "300"], "--tokens 300 must be a multiple of 256"),
         (["--experts", "1"], "--experts 1 must be at least 2"),
         (["--tokens", "-5"], "--tokens -5 must be at least 1; leave it out for 2048"),

@@ -617,17 +617,24 @@ ALL_MODELS_SOME_SLOW = _fast(MODEL_NAMES)
 """For tests of code that does not depend on the family."""
 
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def config_of(name: str, **sizes: Any) -> Any:
+    """Return the configuration of transformers of a model of `MODELS`."""
+    kind, more = MODELS[name]
+    return getattr(transformers, f"{kind.partition(' ')[0]}Config")(**{**SIZES, **more, **sizes}, **EAGER)
+
+
 def make_model(name: str, **sizes: Any) -> Any:
     """Return a random model of transformers; no norm is 1 and no bias 0. A multimodal model of `FILED` is whole."""
-    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     torch.manual_seed(len(name))
     if name in MODELS:
-        kind, more = MODELS[name]
-        config_kind, _, class_kind = kind.partition(" ")
-        config = getattr(transformers, f"{config_kind}Config")(**{**SIZES, **more, **sizes}, **how)
+        config_kind, _, class_kind = MODELS[name][0].partition(" ")
+        config = config_of(name, **sizes)
         model = getattr(transformers, f"{class_kind or config_kind}ForCausalLM")(config).eval()
     else:
-        config = multimodal_config(FILED[name], {**SIZES, **first_sizes(FILED[name]), **sizes}, how)
+        config = multimodal_config(FILED[name], {**SIZES, **first_sizes(FILED[name]), **sizes}, EAGER)
         model = transformers.AutoModelForMultimodalLM.from_config(config).eval()
     if hasattr(model, "thinker"):
         model.forward = model.thinker.forward

@@ -13,6 +13,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
 from moefold.cli.main import main
 from moefold.config.upgrade import FORMAT
 from moefold.convert.export_folder import max_positions
+from moefold.convert.hf_config import find_family, parse_model_config
 from moefold.convert.hf_shards import MANIFEST_FILE
 from tests.convert.hf_folders import (
     add_tokenizer,
@@ -22,14 +23,17 @@ from tests.convert.hf_folders import (
     split_weights,
 )
 from tests.convert.hf_models import (
+    ALL_MODELS,
     ALL_MODELS_SOME_SLOW,
+    MODELS,
     ONE_FOR_EACH_RULE,
+    config_of,
     logits_of,
     make_model,
     save_model,
     tokens_of,
 )
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.slow import slow
 
 
@@ -43,6 +47,19 @@ def test_import_then_export_gives_the_same_files(tmp_path, name):
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again")]) == 0
     assert_same_folder(folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name in MODELS])
+def test_a_written_config_means_the_model_that_was_read(name):
+    """The folders of this file get the config.json that they were read from."""
+    keys = json.loads(config_of(name).to_json_string(use_diff=False))
+    model = parse_model_config(keys, Path("hf"))
+    again = parse_model_config(find_family(keys, Path("hf")).write(model), Path("hf"))
+    if model.attention.kind == "gqa":
+        # A folder may leave it out; it is always written.
+        model = edit_model(model, {"attention.head_dim": model.softmax_attention.head_dim})
+        again = edit_model(again, {"attention.head_dim": again.softmax_attention.head_dim})
+    assert again == model
 
 
 def test_shards_come_back_as_they_were(tmp_path):

@@ -10,7 +10,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.recipe import load_config
-from moefold.train.callbacks import rollouts as module
+from moefold.train.rl import callbacks as module
 from moefold.train.run_summary import closing_lines, next_commands, startup_lines
 
 WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.steps=20", "run.dtype=float32")

@@ -15,7 +15,7 @@ from moefold.board.page import DATA_SCRIPT, STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Setting, format_list
 
 MAX_POINTS = 3000
 """Maximum points of a metric; its minima and maxima are kept for any length of a run."""
@@ -30,10 +30,11 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
             f"--export has nothing to write: no run below {format_list([str(path) for path in runs.folders])}, where "
             "none has a metrics.jsonl or the config.json of a run"
         )
+    option = Setting("--export", str(folder))
     if folder.exists() and not (force and _is_export(folder)):
         if _is_export(folder):
-            raise ConfigError(f"--export {folder} exists already; add --force to replace it, or name another folder")
-        raise ConfigError(f"--export {folder} exists and is not an export of a board; name another folder")
+            raise ConfigError(f"{option} exists already; add --force to replace it, or name another folder")
+        raise ConfigError(f"{option} exists and is not an export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:
@@ -58,7 +59,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
                 f"window.MOEFOLD_BOARD = {json.dumps(data, allow_nan=False)};\n", encoding="ascii"
             )
     except OSError as error:
-        raise ConfigError(f"--export {folder} cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"{option} cannot be written: {error.strerror or error}") from None
     return [reader.run.name for reader in runs.readers]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError, Setting, spelled_as
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import DEVICE_NAMES
@@ -131,7 +131,7 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     shapes = bench_shapes()
     if args.shape not in shapes:
-        raise ConfigError(f"--shape {args.shape} is unknown; the shapes are {', '.join(shapes)}")
+        raise ConfigError(f"{Setting('--shape', args.shape)} is unknown; the shapes are {', '.join(shapes)}")
     return shapes[args.shape]
 
 

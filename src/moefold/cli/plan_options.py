@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from moefold.cli.plan_table import parse_axes
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.planner.planner import PlanRequest
 from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.simulator.simulate import Noise
@@ -67,7 +67,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             number = int(rank)
             times = float(factor)
         except ValueError:
-            raise ConfigError(f"--straggler {word} must be RANK=FACTOR, such as 17=1.3") from None
+            raise ConfigError(f"{Setting('--straggler', word)} must be RANK=FACTOR, such as 17=1.3") from None
         if not 0 <= number < num_ranks:
             raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):

@@ -31,7 +31,7 @@ from moefold.config.suggestions import (
     sections,
     tables,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _matching_keys(pattern: str) -> set[str]:
         return matches
     guess = closest_match(lowered, [*keys, *(name.partition(".")[2] for name in keys)])
     hint = key_hint(pattern) or (f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all")
-    raise ConfigError(f"--keys {pattern}: no key has it in its name or help; {hint}")
+    raise ConfigError(f"{Setting('--keys', pattern)}: no key has it in its name or help; {hint}")
 
 
 def _without_links(markdown: str) -> str:

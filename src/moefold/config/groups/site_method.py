@@ -91,6 +91,7 @@ class SiteMethodPart(Part):
         Args:
             parameters: the trained parameters of this rank, by name.
             experts: names of the parameters of routed experts.
+            count: sites of the run.
         """
         raise missing_method(self, "own_parameters")
 

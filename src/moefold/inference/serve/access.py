@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.inference.serve.fields import ApiError
 from moefold.terminal import print_escaped, printable
 
@@ -168,7 +168,7 @@ class AccessLog:
             try:
                 self._append("")
             except OSError as error:
-                raise ConfigError(f"--access-log {name} cannot be written: {error.strerror}") from error
+                raise ConfigError(f"{Setting('--access-log', name)} cannot be written: {error.strerror}") from error
 
     def write(self, line: str) -> None:
         """Write a line; if the file is no longer writable, warn once and continue."""
@@ -179,7 +179,7 @@ class AccessLog:
             self._append(printable(line) + "\n")
         except OSError as error:
             if not self._has_failed:
-                words = f"moefold: warning: --access-log {self._name} cannot be written ({error.strerror})"
+                words = f"moefold: warning: {Setting('--access-log', self._name)} cannot be written ({error.strerror})"
                 print_escaped(words, file=sys.stderr, flush=True)
             self._has_failed = True
 
