@@ -1,41 +1,48 @@
+"""Bandwidth of offloaded tensors."""
+
 import math
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from moefold.offload.backend import STALE_GROWTH_FACTOR, BandwidthMeter
+from tests.moved_clock import MovedClock
 
 
-def _carry(pace: BandwidthMeter, num_bytes: int, seconds: float) -> None:
-    with pace.measure_transfer(num_bytes):
-        time.sleep(seconds)
+def test_transfers_at_the_same_time_count_their_time_once():
+    clock = MovedClock()
+    meter = BandwidthMeter(clock)
+    with meter.measure_transfer(100):
+        clock.move(1.0)
+        with meter.measure_transfer(300):
+            clock.move(2.0)
+        clock.move(4.0)
+    clock.move(8.0)
+    with meter.measure_transfer(50):
+        clock.move(0.5)
+    assert meter.end_step() == (450, 7.5)
 
 
-def test_jobs_at_a_time_count_once():
-    pace = BandwidthMeter()
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: _carry(pace, 100, 0.1), range(4)))
-    num_bytes, busy_s = pace.end_step()
-    assert num_bytes == 400
-    assert 0.1 <= busy_s < 0.3
+def test_a_step_without_transfers_raises_the_estimate():
+    clock = MovedClock()
+    meter = BandwidthMeter(clock)
+    assert meter.bytes_per_s == math.inf
+    with meter.measure_transfer(1000):
+        clock.move(2.0)
+    assert meter.bytes_per_s == 500.0
+    meter.end_step()
+    assert meter.bytes_per_s == 500.0
+    assert meter.end_step() == (0, 0.0)
+    assert meter.bytes_per_s == 500.0 * STALE_GROWTH_FACTOR
 
 
-def test_an_old_measurement_is_believed_less():
-    pace = BandwidthMeter()
-    assert pace.bytes_per_s == math.inf
-    _carry(pace, 1000, 0.05)
-    pace.end_step()
-    speed = pace.bytes_per_s
-    assert 1000 / 0.2 < speed <= 1000 / 0.05
-    assert pace.end_step() == (0, 0.0)
-    assert pace.bytes_per_s == pytest.approx(speed * STALE_GROWTH_FACTOR)
+def test_a_transfer_that_fails_takes_time_and_moves_nothing():
+    clock = MovedClock()
+    meter = BandwidthMeter(clock)
 
-
-def test_a_job_that_fails_carried_nothing():
-    pace = BandwidthMeter()
-    with pytest.raises(OSError), pace.measure_transfer(1000):
+    def fail() -> None:
+        clock.move(2.0)
         raise OSError
-    num_bytes, busy_s = pace.end_step()
-    assert num_bytes == 0
-    assert busy_s > 0
+
+    with pytest.raises(OSError), meter.measure_transfer(1000):
+        fail()
+    assert meter.end_step() == (0, 2.0)

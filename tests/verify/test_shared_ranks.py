@@ -32,11 +32,28 @@ def test_tests_share_ranks_and_get_their_own_results(fresh_pool):
 
 def test_ranks_that_fail_fail_the_test_that_asked_and_no_other(fresh_pool):
     shared = SharedRanks(fresh_pool, _calls("good", "bad", "fine"))
-    with pytest.warns(UserWarning, match=r"(?s)had their own ranks, .* failed: .*this word is bad"):
-        assert shared.results("test of good")[0][1] == "good"
+    assert shared.results("test of good")[0][1] == "good"
     with pytest.raises(WorkerError, match="this word is bad"):
         shared.results("test of bad")
     assert shared.results("test of fine")[0][1] == "fine"
+
+
+_SEEN: list[str] = []
+
+
+def _refuse_a_second_word(word: str) -> str:
+    _SEEN.append(word)
+    assert len(_SEEN) == 1, f"{_SEEN} on one rank"
+    return word
+
+
+def test_calls_that_fail_only_one_after_another_fail_the_last_test(fresh_pool):
+    calls = {word: Call(1, _refuse_a_second_word, (word,)) for word in ("first", "second")}
+    shared = SharedRanks(fresh_pool, calls)
+    assert shared.results("first") == ["first"]
+    with pytest.raises(AssertionError, match="one fails after others") as caught:
+        shared.results("second")
+    assert "['first', 'second'] on one rank" in str(caught.value.__cause__)
 
 
 def test_each_of_some_arguments_has_the_results_of_all_ranks(fresh_pool):

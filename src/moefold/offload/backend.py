@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,9 +193,13 @@ class BandwidthMeter:
     """Bytes and busy time of one direction; thread-safe.
 
     Concurrent transfers share the bandwidth, so the busy time is the time while at least one of them runs.
+
+    Args:
+        clock: time in seconds, from an arbitrary start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._num_running = 0
         self._busy_since_s = 0.0
@@ -214,7 +218,7 @@ class BandwidthMeter:
         """Measure a transfer of `num_bytes` inside this context; the bytes do not count if it fails."""
         with self._lock:
             if self._num_running == 0:
-                self._busy_since_s = time.perf_counter()
+                self._busy_since_s = self._clock()
             self._num_running += 1
         num_transferred = 0
         try:
@@ -225,7 +229,7 @@ class BandwidthMeter:
                 self._num_running -= 1
                 self._bytes += num_transferred
                 if self._num_running == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since_s
+                    self._busy_s += self._clock() - self._busy_since_s
 
     def end_step(self) -> tuple[int, float]:
         """Return bytes and busy seconds since the last call, and start the next step."""
