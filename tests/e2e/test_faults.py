@@ -77,14 +77,13 @@ def test_lost_node_is_named_and_the_other_resumes_from_checkpoint(uninterrupted,
         wait_for(lambda: is_open(meet_at), agents)
         # At once: torchrun waits four seconds for it (QUICK), and an agent that comes later meets nobody.
         agents.append(ForkedAgent(words, tmp_path / "second.log", meet_at=meet_at))
-        message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
+        _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
         for agent in agents:
             agent.kill()
     said = agents[0].text()
     assert "moefold: rank 1 on " in said
     assert " is gone: its process ended without an error message" in said
-    assert message_s < 10
     assert said.count("docs/failures.md") == 1
     assert json.loads((run_dir / "config.json").read_text())["parallel"]["world_size"] == 1
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
@@ -176,22 +175,18 @@ def test_killed_rank_under_torchrun_restarts_with_the_others(uninterrupted, tmp_
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
-def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
-    run_dir, sent_s = tmp_path / "run", []
+def test_sigterm_to_torchrun_saves_before_torchrun_kills_the_rank(tmp_path):
+    run_dir = tmp_path / "run"
 
     def stop(agent: int) -> None:
-        sent_s.append(time.monotonic())
         os.kill(agent, signal.SIGTERM)
 
     # That several ranks agree on the step at which they stop: test_interrupt.py.
     long = ("parallel.elastic=true", "checkpoint.every=5000", "run.steps=5000")
     words = _after_torchrun(run_dir, *long, num_ranks=1)
     done, _ = interrupt_forked(words, lambda _: _trains_on(1, run_dir, 3), stop, ROOT, environment(), TORCHRUN)
-    took_s = time.monotonic() - sent_s[0]
-    print(f"saved and gone after {took_s:.1f} s")
     assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 5000" in done.stdout
     assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
-    assert took_s < 15
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(tmp_path):
