@@ -13,6 +13,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
+from moefold.model.block import LayerInputs
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
 from moefold.ops.rope import NO_ROPE
@@ -219,7 +220,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
     x = torch.randn(4, 2, model.hidden_size, dtype=torch.float64, requires_grad=True)
     layer.attention.core_attention = lambda q, k, v, *_: q + 0 * (k.sum() + v.sum())
     with FlopCounterMode(display=False) as counted:
-        layer(x, NO_ROPE).sum().backward()
+        layer(x, LayerInputs(NO_ROPE)).sum().backward()
     count = train_flops_per_token(model, 4)
     # The head is not part of the layer: a product in each pass.
     recipe = replace(cfg, train=TrainConfig(seq_len=4))

@@ -100,8 +100,8 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path):
     note.write_text('{"format": 2, "tokenizer": "bytes 0"}')
     check_made_by(file, source)
     note.write_text('{"format": 2, "tokenizer": "0123abcd 5", "tokenizer_name": "other.json"}')
-    refused = r"'bytes' is not the tokenizer that made the ids of .* had 'other\.json'"
-    with pytest.raises(ConfigError, match=f"^the model's tokenizer {refused}"):
+    refused = r"is not the tokenizer that made the ids of .* had 'other\.json'"
+    with pytest.raises(ConfigError, match=f"^the model's tokenizer 'bytes' {refused}"):
         check_made_by(file, source)
-    with pytest.raises(ConfigError, match=f"^--tokenizer {refused}"):
+    with pytest.raises(ConfigError, match=f"^--tokenizer bytes {refused}"):
         check_made_by(file, source, "bytes")
