@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+from moefold.topology.layout import DEGREES
+
 PAPER_SETTINGS = ["zero=1", "mbs=1", "dispatcher=alltoall", "overlap=off", "recompute=none", "offload=none"]
 """Settings of the runs that arXiv:2504.14960 published, on the runtime of moefold."""
 
@@ -82,7 +84,7 @@ def _columns(comparison: dict[str, Any] | str) -> str:
 
 def _mapping(plan: dict[str, Any]) -> str:
     """Return the seconds and degrees of a mapping."""
-    degrees = " ".join(f"{axis}{plan[axis]}" for axis in ("tp", "cp", "pp", "ep", "etp"))
+    degrees = " ".join(f"{axis}{plan[axis]}" for axis in DEGREES)
     return f"{plan['step_time_s']:.2f} s, {degrees}" + (f" zero{plan['zero']}" if plan["zero"] > 1 else "")
 
 

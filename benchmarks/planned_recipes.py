@@ -21,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from moefold.cli.main import main as run_moefold
+from moefold.topology.layout import DEGREES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -79,9 +80,7 @@ def read_head(path: Path) -> PlannedRecipe:
     if match is None:
         raise ValueError(f"{path} has no head of moefold plan --recipe")
     mapping = dict(axis.split("=") for axis in match["mapping"].split())
-    shown = [
-        f"{axis}{mapping[axis]}" for axis in ("tp", "cp", "pp", "ep", "etp") if mapping[axis] != "1" or axis == "ep"
-    ]
+    shown = [f"{axis}{mapping[axis]}" for axis in DEGREES if mapping[axis] != "1" or axis == "ep"]
     shown = [" ".join([*shown, f"mbs{mapping['mbs']}", f"ZeRO-{mapping['zero']}"])]
     if "recompute" in mapping:
         shown.append(f"recomputes {mapping['recompute'].replace('+', ', ')}")

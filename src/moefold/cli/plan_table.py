@@ -28,7 +28,7 @@ from moefold.planner.search.search import PlannedMapping
 from moefold.topology.schedules import schedule_named
 from moefold.units import GIB
 
-DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
+NUMBERS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 
 def print_request(console: Console, request: PlanRequest) -> None:
@@ -140,7 +140,7 @@ def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
 def _mapping_columns(plans: Sequence[PlannedMapping]) -> list[Column]:
     mappings = [plan.mapping for plan in plans]
     return [
-        *(numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
+        *(numbers(name, [str(getattr(m, name)) for m in mappings]) for name in NUMBERS),
         Column(name="schedule", cells=[schedule_named(m.schedule).kind if m.pp > 1 else "-" for m in mappings]),
         Column(name="dispatcher", cells=[_dispatcher(m) for m in mappings], wraps=True),
         Column(name="recompute", cells=[", ".join(m.recompute) or "-" for m in mappings], wraps=True),
@@ -161,7 +161,7 @@ OPTIMIZER = "optimizer"
 OFFLOAD = "offload"
 OVERLAP = "overlap"
 SWITCH_VALUES = {"on": True, "true": True, "off": False, "false": False}
-AXIS_KEYS = (*DEGREES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
+AXIS_KEYS = (*NUMBERS, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _is_from_outside(key: str, choice: str) -> bool:
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:
-    if key in DEGREES:
+    if key in NUMBERS:
         minimum, maximum = (0, 3) if key == "zero" else (1, None)
         number = parse_count(text)
         if number is None or number < minimum or (maximum is not None and number > maximum):

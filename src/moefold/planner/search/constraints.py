@@ -20,7 +20,7 @@ from moefold.config.part import Part, word_of
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, Problem, raise_all
-from moefold.topology.layout import fold
+from moefold.topology.layout import DEGREES, fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES
@@ -224,10 +224,10 @@ class Fold(NamedTuple):
     @property
     def values(self) -> dict[str, int]:
         """The degrees that determine the fold; dp and edp follow."""
-        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
+        return {axis: getattr(self, axis) for axis in DEGREES}
 
 
-DEGREES = Fold._fields
+FOLD_DEGREES = Fold._fields
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Restriction:
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
-        is_as_fixed = all(getattr(degrees, axis) == self.fixed[axis] for axis in DEGREES if axis in self.fixed)
+        is_as_fixed = all(getattr(degrees, axis) == self.fixed[axis] for axis in FOLD_DEGREES if axis in self.fixed)
         return is_as_fixed and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":

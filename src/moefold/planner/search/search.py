@@ -31,7 +31,7 @@ from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds,
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MemoryEstimate
-from moefold.planner.search.constraints import DEGREES, FOLDED, METHODS, Fold
+from moefold.planner.search.constraints import FOLD_DEGREES, FOLDED, METHODS, Fold
 from moefold.planner.search.memory_filter import (
     PLAIN_PIPELINE,
     MemoryFilter,
@@ -72,7 +72,7 @@ class PlannedMapping:
     @property
     def fold(self) -> Fold:
         """The degrees."""
-        return Fold(*(getattr(self.mapping, axis) for axis in DEGREES))
+        return Fold(*(getattr(self.mapping, axis) for axis in FOLD_DEGREES))
 
     @property
     def sort_key(self) -> tuple[bool, float, float]:
