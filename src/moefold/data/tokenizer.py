@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_process import TokenTable
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 logger = logging.getLogger(__name__)
 

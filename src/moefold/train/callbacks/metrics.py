@@ -10,7 +10,7 @@ from moefold.comm.groups import current_world
 from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
-from moefold.cost.flops import peak_bf16_tflops
+from moefold.cost.device_peaks import peak_bf16_tflops
 from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
