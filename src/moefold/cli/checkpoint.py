@@ -21,10 +21,11 @@ from moefold.checkpoint.find_checkpoint import (
     step_of,
     wrong_name_reason,
 )
-from moefold.checkpoint.integrity import quick_validate
+from moefold.checkpoint.integrity import quick_validate, validate_content
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
+from moefold.config.lora import LoraConfig
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
@@ -234,8 +235,6 @@ def _validate_checkpoint(path: Path) -> list[str]:
     manifest = read_manifest(path)
     if faults := validate_hashes(path, manifest, manifest):
         return faults
-    from moefold.checkpoint.integrity import validate_content
-
     return validate_content(path) or _loading_faults(path) or _faults_of_name(path, read_meta(path))
 
 
@@ -246,7 +245,6 @@ _WEIGHTS_PREFIX = "model."
 def _loading_faults(path: Path) -> list[str]:
     """Return the reasons why a checkpoint with intact files cannot be loaded: a change may precede the manifest."""
     from moefold.checkpoint.stored_tensors import stored_tensors
-    from moefold.config.lora import LoraConfig
     from moefold.convert.preflight import read_model
     from moefold.convert.weight_sources import parameter_shapes
     from moefold.cost.adapter_spec import adapter_weights
