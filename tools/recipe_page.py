@@ -73,7 +73,17 @@ def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
     kinds = f"Of {', '.join(f'`{kind}`' for kind in key.kinds)}. " if key.kinds else ""
     head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; {f'default `{key.default}`' if key.default else 'required'}."
     filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
-    return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
+    lines = [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
+    return lines + [line for kind, text in key.choices for line in _choice(kind, text)] + [""] * bool(key.choices)
+
+
+def _choice(kind: str, text: str) -> list[str]:
+    """Return the lines of a kind in the list of the kinds of a key."""
+    linked = re.sub(r"\bdocs/([a-z0-9-]+\.md)", r"[\1](\1)", text.replace("*", r"\*"))
+    wrapped = TextWrapper(
+        PAGE_WIDTH, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ).wrap(f"`{kind}`: {linked}")
+    return [wrapped[0], *("  " + line for line in _prose([line[2:] for line in wrapped[1:]]))]
 
 
 def _prose(lines: list[str]) -> list[str]:

@@ -28,6 +28,7 @@ from moefold.config.suggestions import (
     owner_of,
     owners_of,
     part_keys,
+    part_marks,
     sections,
     tables,
 )
@@ -46,6 +47,8 @@ class RecipeKey:
     help: str
     kinds: tuple[str, ...] = ()
     """Built-in kinds with this setting, for a setting of a part."""
+    choices: tuple[tuple[str, str], ...] = ()
+    """Built-in kinds that the key may name, each with the docstring of its class, for a key that chooses a part."""
 
 
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
@@ -58,7 +61,11 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
         help_text = help_texts[key]
         if name == LR_KEY:
             default, help_text = "by method", f"{help_text} {rates_text()}"
-        keys += [RecipeKey(name, describe_key(section, key), default, help_text), *_settings_of_kinds(name)]
+        described = describe_key(section, key)
+        keys += [
+            RecipeKey(name, described, default, help_text, choices=_choices_of(name)),
+            *_settings_of_kinds(name),
+        ]
     return tuple(keys)
 
 
@@ -69,7 +76,14 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
             section, _, key = path.partition(".")
             is_required = last_name(key) in required_settings(owner_of(path))
             default = "" if is_required else _shown_default(default_of(section, key))
-            yield RecipeKey(path, describe_key(section, key), default, _help_of_table(path), owners)
+            yield RecipeKey(path, describe_key(section, key), default, _help_of_table(path), owners, _choices_of(path))
+
+
+def _choices_of(path: str) -> tuple[tuple[str, str], ...]:
+    """Return the kinds that a key may name, each with the docstring of its class; empty if it chooses no part."""
+    mark = part_marks().get(path)
+    classes = mark.classes() if mark else ()
+    return tuple((kind_of(part), " ".join((part.__doc__ or "").split())) for part in classes)
 
 
 def _shown_default(value: Any) -> str:
@@ -93,13 +107,13 @@ def _help_of_table(path: str) -> str:
             owners.setdefault(_help_of_setting(owner, setting), []).append(kind)
     if len(owners) == 1:
         return next(iter(owners))
-    return " ".join(f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in owners.items())
+    return " ".join(f"{', '.join(names)}: {text[:1].lower()}{text[1:]}" for text, names in owners.items())
 
 
 def _help_of_setting(part: type, setting: str) -> str:
     """Return the docstring under a field of a part, in its class or in the base class that defines it."""
     owner = next(base for base in part.__mro__ if setting in vars(base).get("__annotations__", {}))
-    return _field_help(owner)[setting]
+    return _field_help(owner).get(setting, "")
 
 
 def section_help(section: str) -> str:
@@ -126,6 +140,7 @@ def keys_text(pattern: str = "") -> str:
             kinds = f", of {join_with_or(list(map(repr, key.kinds)))}" if key.kinds else ""
             lines.append(f"  {key.name} = {key.default or 'VALUE'}    ({key.type}{kinds})")
             lines.append(f"      {_without_links(key.help)}")
+            lines += [f"        {kind}: {_without_links(text)}" for kind, text in key.choices]
         lines += [""] if keys else []
     if pattern:
         return "\n".join(lines)
@@ -136,7 +151,11 @@ def keys_text(pattern: str = "") -> str:
 
 def _matching_keys(pattern: str) -> set[str]:
     """Return the names of the keys whose name, or else whose help, matches a pattern."""
-    keys = {key.name: key.help for section in sections() for key in recipe_keys(section)}
+    keys = {
+        key.name: " ".join([key.help, *(text for choice in key.choices for text in choice)])
+        for section in sections()
+        for key in recipe_keys(section)
+    }
     lowered = pattern.lower()
     if any(char in lowered for char in "*?["):
         matches = {name for name in keys if fnmatchcase(name, lowered) or fnmatchcase(name.partition(".")[2], lowered)}

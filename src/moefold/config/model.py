@@ -29,8 +29,7 @@ class ModelConfig(Section):
     hidden_size: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
-    """Softmax attention. gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values
-    of all heads come from one latent (DeepSeek-V2)."""
+    """Softmax attention."""
     vocab_size: Annotated[int, at_least(1), MaxMagnitude(2**31), VerifyAs.SIZE] = 256
     """Rows of the embedding, V. If the recipe does not set it and data.tokenizer has more ids than the preset or the
     default: their number, rounded up to a multiple of 64."""
@@ -44,20 +43,16 @@ class ModelConfig(Section):
     """Tokens of an attention chunk of a layer 'chunk': a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Annotated[Any, KindOf("attention", "is_recurrent")] = "gated_deltanet"
-    """Layers 'linear': delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
-    channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
-    linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
-    attention (short_convolution: LFM2, arXiv:2511.23404)."""
+    """Layers 'linear' of model.layers: attention without a softmax, or a convolution in its place."""
     ffn: Networks = field(default_factory=Networks)
     """Feed-forward networks of the layers."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary position embedding."""
     norm: Annotated[Any, KindOf("norm")] = "rmsnorm"
-    """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
-    and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are always RMSNorm."""
+    """Norms of the residual stream, including the last one and MTP layers' norms. Norms of heads, of latents and inside
+    linear attention are always RMSNorm."""
     residual: Annotated[Any, KindOf("residual")] = "pre"
-    """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
-    to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
+    """Place of the norms of attention and of the feed-forward network."""
     embedding_multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the token embeddings (Granite)."""
     logits_divisor: Annotated[float, POSITIVE] = 1.0

@@ -26,19 +26,16 @@ class MoEConfig(Section):
     ] = -1.0
     """Capacity factor of evaluation; -1: as in training. 0: dropless."""
     drop_policy: Annotated[str | Part, KindOf("drop")] = "probs"
-    """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
-    earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
+    """Routed tokens that an expert over capacity keeps. Evaluate "probs" with eval_capacity_factor=0."""
     drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
-    """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
+    """Tokens that share the capacity of an expert."""
     pad_to_capacity: Annotated[bool, VerifyAs.MAPPING] = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
     drop_scope "sub_sequence", because ranks that share a capacity would each need a buffer for all of it."""
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
     """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 or a moe.choice other than topk turns it off."""
     aux_kind: Annotated[str | Part, KindOf("balance_scope"), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
-    """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
-    either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
-    for every dp)."""
+    """Tokens over which the load is balanced."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
     bias_update_rate: Annotated[
@@ -48,8 +45,8 @@ class MoEConfig(Section):
     the step, down for more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437
     sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice")] = "topk"
-    """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
-    depend on later tokens (not causal). round_robin, skewed: forced, for benchmarks."""
+    """Choice of experts. With sinkhorn and quantile, the experts of a token in training also depend on later
+    tokens (not causal)."""
     input_jitter: Annotated[
         float, Bound("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1)
     ] = 0.0
@@ -60,9 +57,8 @@ class MoEConfig(Section):
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; adds one number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
-    """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
-    with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
-    gradients are sent in run.dtype."""
+    """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)), with the same rounding under every
+    mapping. Expert outputs and gradients are sent in run.dtype."""
     trace_every: Annotated[int, at_least(0, "0: never"), VerifyAs.FILES] = 0
     """Write each token's experts to RUN_DIR/routing every this many steps, one or two bytes per choice; 0: never."""
     replay: str = ""

@@ -33,8 +33,7 @@ class ParallelConfig(Section):
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
     schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
-    """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
-    need 2; csv reads a file."""
+    """Pipeline schedule ([pipeline.md](pipeline.md))."""
     virtual_stages: Annotated[int, at_least(1), MaxMagnitude(MAX_LAYERS)] = 1
     """Model chunks on each pipeline rank (virtual pipeline stages)."""
     pipeline_layout: str = ""
@@ -43,10 +42,7 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
-    """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
-    dedup_alltoall: alltoall that sends a token once to each rank with some of its experts. deepep: kernels of the
-    DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never waits for the host, for
-    GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
+    """Token dispatcher of the MoE layers."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
@@ -55,8 +51,7 @@ class ParallelConfig(Section):
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
     context: Annotated[str | Part, KindOf("context")] = "ring"
-    """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
-    visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
+    """Context-parallel attention under cp: how each rank attends to the whole sequence."""
     elastic: bool = False
     """Under torchrun or srun, take world_size from the launcher: dp and edp follow from the available ranks, also after
     a restart with fewer nodes; the global batch stays. Without a launcher, moefold starts world_size ranks."""

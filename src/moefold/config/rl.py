@@ -19,13 +19,9 @@ class RLConfig(Section):
     """Rollouts sampled for each prompt, G (arXiv:2402.03300); 0: no reinforcement learning. train.global_batch_size
     counts rollouts, and is a multiple of it."""
     objective: Annotated[str | Part, KindOf("objective")] = "policy"
-    """Loss of the sampled tokens. policy: REINFORCE, advantage times log-probability. clip: clipped ratios of the
-    policy to the sampler (PPO, GRPO). cispo: clipped importance weights (arXiv:2506.13585). sequence: ratios of whole
-    rollouts (GSPO, arXiv:2507.18071)."""
+    """Loss of the sampled tokens."""
     advantage: Annotated[str | Part, KindOf("advantage")] = "group"
-    """Advantage of a rollout. group: reward minus the mean of its group (Dr. GRPO). group_std: divided by the group's
-    standard deviation (GRPO). leave_one_out: minus the mean of the others of its group (RLOO). batch: minus the mean of
-    its group, divided by the standard deviation of the batch (REINFORCE++-baseline)."""
+    """Advantage of a rollout."""
     loss_mean: Literal["token", "rollout", "constant"] = "token"
     """Weights of the tokens. token: all sampled tokens of a step count the same (DAPO). rollout: all rollouts of a step
     count the same (GRPO). constant: the sum over tokens, divided by rollouts * rollout.max_tokens (Dr. GRPO)."""
@@ -38,10 +34,8 @@ class RLConfig(Section):
     0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks sample and train
     alternately, with the same results ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     correction: Annotated[str | Part, KindOf("correction")] = "none"
-    """Importance weight of a token if the log-probabilities of the sampler differ from training: c =
-    exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
-    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout whose geometric mean
-    of c is outside of it."""
+    """Importance weight of a token if the log-probabilities of the sampler differ from training: from the factor c =
+    exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient."""
     replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose; their
     routing weights have gradients. auto: on if sampling differs from training by rounding, or updates is above 1; the
@@ -54,8 +48,7 @@ class RLConfig(Section):
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
-    """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
-    d**2 / 2."""
+    """Estimator of the KL divergence (J. Schulman, 2020)."""
     reference: Annotated[
         str, Bound("must name 'start', a checkpoint, a run or a Hugging Face folder", bool), ReadIf("rl.kl")
     ] = "start"

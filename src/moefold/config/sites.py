@@ -33,10 +33,8 @@ class SitesConfig(Section):
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Required unless the meeting point is on this machine."""
     method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS] = "mean"
-    """Operation of a round; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
-    the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which is useful after
-    hundreds of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with
-    training (arXiv:2501.18512). noloco, sparseloco, co2 and spes are [experiments](experiments/index.md)."""
+    """Operation of a round; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). Further kinds are
+    [experiments](experiments/index.md)."""
     every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""

@@ -29,7 +29,7 @@ class TrainConfig(Section):
     global_batch_size: Annotated[int, at_least(1), MaxMagnitude(2**22), VerifyAs.SIZE] = 8
     """Samples per optimizer step over all ranks."""
     optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
-    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of its groups and AdamW for the rest."""
+    """Update of the weights."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     warmup_steps: Annotated[int, at_least(0), MaxMagnitude(MAX_STEPS)] = 0

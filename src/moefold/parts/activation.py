@@ -32,7 +32,10 @@ class SwiGluActivationPart(ActivationPart, kind="swiglu"):
 
 @dataclass(frozen=True, kw_only=True)
 class ClampedSwiGluActivationPart(ActivationPart, kind="clamped_swiglu"):
-    """SwiGLU of gpt-oss (arXiv:2508.10925): both projections are clamped, and 1 is added to the up projection."""
+    """SwiGLU of gpt-oss (arXiv:2508.10925): both projections are clamped, and 1 is added to the up projection.
+
+    (min(max(up, -l), l) + 1) * g * sigmoid(a * g) with g = min(gate, l).
+    """
 
     alpha: Annotated[float, POSITIVE] = 1.702
     """Gain a of the sigmoid; the default is gpt-oss's."""

@@ -20,7 +20,7 @@ class GroupAdvantage(AdvantagePart, kind="group"):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStdAdvantage(AdvantagePart, kind="group_std"):
-    """The same in standard deviations of the group, with G - 1 degrees of freedom (GRPO, arXiv:2402.03300)."""
+    """The advantage of `group` in standard deviations of the group, with G - 1 degrees of freedom (GRPO)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
         """Return the advantage of each rollout; see the base class."""
@@ -35,7 +35,7 @@ class GroupStdAdvantage(AdvantagePart, kind="group_std"):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAdvantage(AdvantagePart, kind="batch"):
-    """The same in standard deviations of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
+    """The advantage of `group` in standard deviations of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
         """Return the advantage of each rollout; see the base class."""

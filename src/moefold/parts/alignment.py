@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NoAlignment(AlignmentPart, kind="none"):
-    """The loss of the next tokens."""
+    """The loss of the next tokens: no alignment."""
 
     changes_maths: ClassVar[bool] = False
     changes_training: ClassVar[bool] = False

@@ -24,7 +24,7 @@ class NoCorrection(CorrectionPart, kind="none"):
 
 @dataclass(frozen=True, kw_only=True)
 class ClampedFactor(BoundedCorrection, kind="clamp"):
-    """The factor, clamped to its bounds: truncated importance sampling (TIS)."""
+    """The factor c, clamped to its bounds: truncated importance sampling (TIS)."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token; see the base class."""
@@ -41,7 +41,7 @@ class ClampedFactor(BoundedCorrection, kind="clamp"):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedFactor(BoundedCorrection, kind="mask"):
-    """The factor, or 0 outside of its bounds: masked importance sampling (IcePop)."""
+    """The factor c, or 0 outside of its bounds: masked importance sampling (IcePop)."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token; see the base class."""
@@ -59,7 +59,7 @@ class MaskedFactor(BoundedCorrection, kind="mask"):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRollout(BoundedCorrection, kind="sequence_mask"):
-    """The factor, or 0 in a rollout whose geometric mean of factors is outside of the bounds."""
+    """The factor c, or 0 in a rollout whose geometric mean of c is outside of the bounds."""
 
     reads_rollouts: ClassVar[bool] = True
 

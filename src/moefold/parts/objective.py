@@ -29,7 +29,7 @@ class PolicyGradientObjective(ObjectivePart, kind="policy"):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipObjective(ClippedPart, kind="clip"):
-    """The lower of the gain and the gain with the ratio clipped, as a loss (PPO, arXiv:1707.06347).
+    """The lower of the gain and the gain with the ratio clipped, as a loss (PPO, arXiv:1707.06347; GRPO).
 
     The two bounds are separate (DAPO, arXiv:2503.14476).
     """

@@ -17,7 +17,7 @@ class PreNorm(ResidualPart, kind="pre"):
 
 @dataclass(frozen=True, kw_only=True)
 class PostNorm(ResidualPart, kind="post"):
-    """Normalise the outputs of attention and of the feed-forward network (OLMo 2)."""
+    """Normalise the outputs of attention and of the feed-forward network before they are added (OLMo 2)."""
 
     norms_input: ClassVar[bool] = False
     norms_output: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class PostNorm(ResidualPart, kind="post"):
 
 @dataclass(frozen=True, kw_only=True)
 class SandwichNorm(ResidualPart, kind="both"):
-    """Normalise the inputs and the outputs of attention and of the feed-forward network."""
+    """Normalise the inputs and the outputs of attention and of the feed-forward network (sandwich norm)."""
 
     norms_output: ClassVar[bool] = True
 

@@ -98,7 +98,7 @@ class OneForwardOneBackward(_PairedOrder, kind="1f1b"):
 
 @dataclass(frozen=True, kw_only=True)
 class InterleavedSchedule(_PairedOrder, kind="interleaved"):
-    """1F1B with several stages on each rank, so that a rank begins earlier."""
+    """1F1B with several stages on each rank (virtual_stages of 2 or more), so that a rank begins earlier."""
 
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (2, None)
     with_other_virtual_stages: ClassVar[str] = "1f1b"
@@ -149,7 +149,7 @@ class ZeroBubble(SchedulePart, kind="zero-bubble"):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroBubbleV(SchedulePart, kind="zbv"):
-    """Zero-bubble with two stages on each rank, placed as a V (arXiv:2401.10241)."""
+    """Zero-bubble with two stages on each rank (virtual_stages=2), placed as a V (arXiv:2401.10241)."""
 
     placement: ClassVar[Literal["loop", "v"]] = "v"
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (2, 2)
@@ -197,7 +197,7 @@ class ZeroBubbleV(SchedulePart, kind="zbv"):
 
 @dataclass(frozen=True, kw_only=True)
 class DualPipeV(SchedulePart, kind="dualpipev"):
-    """Pairs of forward and backward passes of two stages, placed as a V (arXiv:2412.19437)."""
+    """Pairs of forward and backward passes of two stages (virtual_stages=2), placed as a V (arXiv:2412.19437)."""
 
     placement: ClassVar[Literal["loop", "v"]] = "v"
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (2, 2)

@@ -147,10 +147,9 @@ class RoutedPart(FeedForwardPart):
     bias: bool = False
     """Biases of the gate, up and down projections of each routed expert (gpt-oss)."""
     activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
-    """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
-    l)."""
+    """Activation of the routed experts."""
     router: Annotated[RouterScorePart, KindOf("router_score")] = by_default("router_score", "softmax")
-    """Score function of the router's logits: softmax over the experts, or a sigmoid per expert (DeepSeek-V3)."""
+    """Score function of the router's logits."""
     probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     shared: SharedExpert | None = None

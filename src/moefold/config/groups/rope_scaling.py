@@ -72,9 +72,7 @@ class RopeConfig(Table):
     interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
     scaling: Annotated[RopeScalingPart, KindOf("rope_scaling")] = by_default("rope_scaling", "none")
-    """RoPE scaling for contexts longer than the original context. ntk: theta is multiplied by factor^(R/(R-2)), R
-    rotated dims. longrope: each pair of dims has two divisors of its frequency, for sequences within and beyond the
-    original context (arXiv:2402.13753)."""
+    """RoPE scaling for contexts longer than the original context."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,10 @@ MAX_SMALL_BLOCK = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedContext(MicroBatchSetPlan, ContextPart):
-    """A plan for each micro-batch set assigns tokens, and the computation of their attention, to ranks."""
+    """A plan for each micro-batch set assigns tokens, and the computation of their attention, to ranks.
+
+    With documents, only visible pairs are computed, and only the rows that they need are sent (docs/documents.md).
+    """
 
     @property
     def plan(self) -> MicroBatchSetPlan:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxAfterChoice(RouterSoftmaxPart):
-    """The softmax of the chosen logits."""
+    """The softmax of the chosen logits, after the top-k: the weights of a token sum to 1."""
 
     sum_to_one: ClassVar[bool] = True
     is_post: ClassVar[bool | None] = True

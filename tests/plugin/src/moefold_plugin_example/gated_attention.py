@@ -36,7 +36,9 @@ class Gated(AttentionPart):
     interface: ClassVar[int] = 1
 
     num_heads: Annotated[int, at_least(1)] = 4
+    """Heads of queries, keys and values."""
     head_dim: Annotated[int, at_least(2)] = 32
+    """Size of a head."""
 
     @property
     def rotary_dim(self) -> int:

@@ -18,7 +18,9 @@ class MomentumSgd(OptimizerPart):
     interface: ClassVar[int] = 1
 
     momentum: float = 0.9
+    """Factor of the momentum of the step before."""
     weight_decay: float = 0.1
+    """Decay of all parameters, relative to the learning rate."""
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return the momentum, in the type of the weights."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetPart(DeltaRulePart):
-    """Decay the state of each head, with a gate SiLU(wg x)."""
+    """Apply the delta rule, with a decay for each head (arXiv:2412.06464) and a gate SiLU(wg x)."""
 
     torch_recurrence: ClassVar[Factors] = ((3.15, 6.4, 5.0, 4.8, 2.15), (3.2, 3.4, 4.9, 3.8, 2.3))
     c_recurrence: ClassVar[Factors] = ((1.0, 10.2, 3.0, 5.4, 1.0), (1.0, 7.2, 3.0, 4.4, 1.0))

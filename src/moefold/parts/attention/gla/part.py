@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GlaPart(LinearAttentionPart):
-    """Decay each key channel by a projection through a low rank."""
+    """Decay each key channel by a projection through a low rank, without delta rule (arXiv:2312.06635)."""
 
     torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KdaPart(DeltaRulePart):
-    """Decay each key channel, with decays and gate projected through low ranks or directly."""
+    """Apply the delta rule, with a decay for each key channel (Kimi Delta Attention, arXiv:2510.26692).
+
+    Decays and gate are projected through low ranks or directly.
+    """
 
     torch_recurrence: ClassVar[Factors] = ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaPart(SoftmaxAttentionPart):
-    """Attend with heads projected from latents; with an indexer, in the space of the latents."""
+    """Attend with heads projected from one latent (DeepSeek-V2); with an indexer, in the space of the latents."""
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True

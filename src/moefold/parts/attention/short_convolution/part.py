@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolutionPart(AttentionPart):
-    """Mix the last tokens in each channel."""
+    """Mix the last tokens in each channel, between two gates, as wide as the hidden state (LFM2, arXiv:2511.23404)."""
 
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, at_least(2), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 4

@@ -29,7 +29,10 @@ ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SymmMemDispatcherPart(DispatcherPart):
-    """Receive tokens into symmetric memory, with room for `receive_factor` times the rows of balanced routing."""
+    """Receive tokens into symmetric memory (NVSHMEM) on GPUs, without waits for the host.
+
+    A rank has room for `receive_factor` times the rows of balanced routing.
+    """
 
     receive_factor: Annotated[float, at_least(1)] = 2.0
     """Rows that an ep rank has room to receive in a micro-batch, over the rows of balanced routing. A step that needs

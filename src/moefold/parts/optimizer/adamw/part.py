@@ -30,7 +30,10 @@ BF16_MOMENTS_BYTES_PER_PARAM = 118
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerPart):
-    """Move each number by its mean gradient divided by the root of its mean squared gradient, and decay matrices."""
+    """Move each number by its mean gradient over the root of its mean squared gradient, and decay matrices.
+
+    arXiv:1711.05101.
+    """
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype",)
 

@@ -34,7 +34,7 @@ KERNELS_PER_MATRIX = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(AdamW):
-    """Move each matrix of `groups` by its orthogonalised momentum, and all other parameters as AdamW does."""
+    """Move each matrix of `groups` by its orthogonalised momentum (arXiv:2502.16982), and the rest as AdamW does."""
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups")
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseMixer(RouterSoftmaxPart):
-    """Each choice has its own softmax, over the experts that are not chosen yet and close to the best expert."""
+    """Each choice has its own softmax, over the experts that are not chosen yet and close to the best expert.
+
+    Training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; docs/routing.md).
+    """
 
     jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice."""
