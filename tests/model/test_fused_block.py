@@ -112,7 +112,8 @@ def run(
             stage.set_positions(rows.positions_R)
             x = torch.randn(len(rows.slots_R), 1, stage.config.hidden_size, generator=generator).to(stage.dtype)
             for layer in layers:
-                x = layer(x, LayerInputs(stage.rope))
+                output = layer(x, LayerInputs(stage.rope))
+                x = output if isinstance(output, torch.Tensor) else output.y
                 found.append(x)
     return found[len(blocks) - 1 :: len(blocks)] if at_once and layers is blocks else found
 

@@ -68,26 +68,21 @@ class RouterScorePart(Part):
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
     ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as for `choose`."""
+        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as in `ChoiceInputs`."""
         raise NotImplementedError
 
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, int64 [T, K], of a router with its own choice; None if `moe.choice` decides.
-
-        Args:
-            logits_TE: the logits, without a gradient.
-            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`].
-        """
-        return None
+    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
+        """Return the experts of each token, best first, int64 [T, K]: by default as `moe.choice` selects them."""
+        return choice.select(inputs)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
         """Return the uniform numbers that the choices of a token need in training; 0: none."""
         return 0
 
     @property
-    def chooses(self) -> bool:
-        """Return whether the part chooses the experts, instead of `moe.choice`."""
-        return False
+    def weighting(self) -> Part:
+        """Return the part that computes the routing weights."""
+        return self
 
     @property
     def weights_sum_to_one(self) -> bool:
@@ -157,18 +152,13 @@ class RouterSoftmaxPart(Part):
         """Return the routing weights of the chosen experts, [T, K]."""
         raise NotImplementedError
 
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, like `RouterScorePart.choose`."""
-        return None
+    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
+        """Return the experts of each token, like `RouterScorePart.select`."""
+        return choice.select(inputs)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
         """Return the uniform numbers that the choices of a token need in training; 0: none."""
         return 0
-
-    @property
-    def chooses(self) -> bool:
-        """Return whether the part chooses the experts, instead of `moe.choice`."""
-        return False
 
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a choice if all logits are equal; None if it is not fixed."""
@@ -219,6 +209,8 @@ class ChoiceInputs:
     """Scores, with the expert bias if the router has one; logits if they give the same ranking."""
     thresholds_E: "Tensor | None"
     """Result of `thresholds`, in training."""
+    noise_TN: "Tensor | None"
+    """Uniform numbers in (0, 1) in training, float64 [T, `noise_width`]."""
     is_training: bool
     tokens: Tokens
     best: Callable[["Tensor"], "Tensor"]

@@ -1,7 +1,7 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,13 @@ from moefold.model.moe.token_group import NO_COLUMNS, MicroBatchGroup, TokenColu
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
-LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer. An MoE layer with `model.ffn.moe.shortcut` also returns the routed part, which is added later."""
+
+class LayerOutput(NamedTuple):
+    """Output of an MoE layer, or of a layer of the transformer, both [S/(cp*tp), B, H]."""
+
+    y: Tensor
+    routed: Tensor | None = None
+    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer; else it is in `y`."""
 
 
 class MoELayer(nn.Module):
@@ -112,7 +117,7 @@ class MoELayer(nn.Module):
             self.last_counts_E.copy_(tokens_per_expert_E)
 
     def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, (shared expert, routed experts).
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, `y` is the shared expert only.
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
         """
@@ -142,8 +147,8 @@ class MoELayer(nn.Module):
             y = self.losses.attach(y, routing, kept_TK, token_positions, self.last_counts_E)
         if self.is_shortcut:
             assert y_shared is not None, "refused by validate/shortcut.py"
-            return y_shared, without_base(y)
-        return y
+            return LayerOutput(y_shared, without_base(y))
+        return LayerOutput(y)
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
         policy = self._capacity_policy if self.training else self.eval_capacity_policy
