@@ -191,11 +191,13 @@ class MTPBlock(Block):
         self.kernels: Kernels = TORCH_KERNELS
         self.output_norm = build_norm(norm, hidden)
 
-    def forward(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> LayerOutput:
         """Compute normalised hidden states from those before and token embeddings, all [S/(cp*tp), B, H]."""
         return self._normalized_output(super().forward(self._project(x, embedded), inputs))
 
-    def forward_resumable(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> Resumable[Tensor]:
+    def forward_resumable(
+        self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None
+    ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all."""
         output = yield from super().forward_resumable(self._project(x, embedded), inputs)
         return self._normalized_output(output)
@@ -212,10 +214,10 @@ class MTPBlock(Block):
         )
         return pass_gradient(x, projected) if self.is_frozen else projected
 
-    def _normalized_output(self, output: LayerOutput) -> Tensor:
+    def _normalized_output(self, output: LayerOutput) -> LayerOutput:
         assert output.routed is None, "a layer with a shortcut is followed by a dense one"
         normed: Tensor = self.output_norm(self._detached(output.y))
-        return pass_gradient(output.y, normed) if self.is_frozen else normed
+        return LayerOutput(pass_gradient(output.y, normed) if self.is_frozen else normed)
 
 
 class Shortcut:

@@ -44,6 +44,8 @@ class Head(nn.Module):
         self.context_parallel: ContextParallel = ContextParallel()
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+        self.picked_rows_N: Tensor | None = None
+        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp; None: all."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
@@ -99,6 +101,8 @@ class Head(nn.Module):
     def _gathered_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
         x = self.sequence_parallel.gather(x)
+        if self.picked_rows_N is not None:
+            x = x[self.picked_rows_N]
         return x if self.input_factor == 1.0 else x * self.input_factor
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:

@@ -40,6 +40,7 @@ class MoELayer(nn.Module):
     before the first step; None unless `moe.aux_kind` is "last_global_batch" and `moe.aux_loss` is not 0.
 
     `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
+    A decoder sets `decoding_dispatcher`.
 
     Args:
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
@@ -79,6 +80,8 @@ class MoELayer(nn.Module):
         has_gate = part.shared is not None and part.shared.gate
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(part.num_experts)
+        self.decoding_dispatcher: Dispatcher[Any] | None = None
+        """Sends the tokens while the model generates, without token dropping."""
         self.micro_batch_group: MicroBatchGroup = MicroBatchGroup()
         self.losses = RouterLosses(moe, part.num_choices, loss_scale, micro_batches_per_rank)
         self.stats = self.losses.stats
@@ -88,7 +91,7 @@ class MoELayer(nn.Module):
         self.register_buffer("last_counts_E", last_counts_E)
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
-        self.eval_capacity_policy = (
+        self._eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
         """Token dropping outside training; None: dropless."""
@@ -135,8 +138,9 @@ class MoELayer(nn.Module):
             dispatched, is_zero_TK = split_zero_experts(routing_map, self._num_experts)
             y_zero = zero_expert_output(x, routing.probs_TK, is_zero_TK)
         shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
+        dispatcher = self.decoding_dispatcher or self.dispatcher
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
-        y_TH, y_shared = yield from self.dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
+        y_TH, y_shared = yield from dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
         if y_zero is not None:
             y = y + y_zero
@@ -151,7 +155,9 @@ class MoELayer(nn.Module):
         return LayerOutput(y)
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        policy = self._capacity_policy if self.training else self.eval_capacity_policy
+        policy = self._capacity_policy if self.training else self._eval_capacity_policy
+        if self.decoding_dispatcher is not None:
+            policy = None
         (num_tokens, top_k) = routing.ids_TK.shape
         is_token_T = token_positions.is_token()
         if policy is None:

@@ -33,10 +33,15 @@ class SparseLatentAttention(LatentAttention):
         self.indexer = None if indexer is None else LightningIndexer(indexer, source, hidden, part.window)
         self.selected_keys: PagedSelection | None = None
 
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return a cache of index keys too; see base class. While the indexer warms up, all keys are attended to."""
-        selected = PagedSelection(current_pass, size.num_pages, size.page_positions)
-        return super().caches(current_pass, size) | {"selected_keys": selected}
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Cache index keys too; see base class. While the indexer warms up, all keys are attended to."""
+        self.selected_keys = PagedSelection(current_pass, size.num_pages, size.page_positions)
+        return [*super().open_caches(current_pass, size), self.selected_keys]
+
+    def close_caches(self) -> None:
+        """See base class."""
+        super().close_caches()
+        self.selected_keys = None
 
     def _attend(
         self,
