@@ -13,6 +13,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
+from moefold.launch.rank_pool import WorkerPool
 from moefold.metrics.reader import read_steps
 from moefold.parallel.parallelize import parallelize
 from moefold.parts.schedule import CsvSchedule
@@ -21,7 +22,6 @@ from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from moefold.verify.oracle_objectives import objective_of
-from moefold.verify.ranks.pool import WorkerPool
 from tests.docs.extending_page import PAGE, blocks, register
 from tests.slow import slow
 from tests.verify.recipes import tiny

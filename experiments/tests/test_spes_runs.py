@@ -13,8 +13,8 @@ from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
+from moefold.launch.rank_pool import WorkerError
 from moefold.train.train_step import TrainingStep
-from moefold.verify.ranks.pool import WorkerError
 from moefold_experiments.spes.module import OuterOfOwners
 from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.models import edit_model

@@ -278,7 +278,7 @@ def _start(context: BaseContext, cfg: Config, number: int, locks: bool, printed:
 def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]:
     """Kill two jobs that share a folder of checkpoints, again and again; check it after each pair of deaths."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["moefold.verify.ranks.preload"])
+    context.set_forkserver_preload(["moefold.verify.preload"])
     chance = random.Random(kills + locks)
     folder = tmp_path / "saved"
     printed = tmp_path / "printed"

@@ -14,6 +14,7 @@ from torch import Tensor
 from moefold.comm.groups import fake_rank
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
+from moefold.launch.rank_pool import WorkerError
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import local
 from moefold.ops.expert_ops import GatheredRows, LazyCounts
@@ -27,7 +28,6 @@ from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
-from moefold.verify.ranks.pool import WorkerError
 from tests.parallel.recorded_graphs import CountedRecorders
 from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny

@@ -19,9 +19,9 @@ from moefold.config.part_registry import find_part
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import config_to_dict
 from moefold.data.dataset import ProgramData
+from moefold.launch.rank_pool import WorkerPool
 from moefold.recipe import load_config
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.imports import imports_torch
 from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
 from tests.objectives.losses import policy

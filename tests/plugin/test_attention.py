@@ -10,12 +10,12 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
 from moefold.inference.engine.engine import model_cache_sizes
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from moefold.verify.shrink import shrink
 from tests.cost.measured_memory import assert_memory_close, measure_ranks, memory_config
 from tests.inference.example import opened, write_checkpoint

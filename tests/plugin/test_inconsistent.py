@@ -9,11 +9,11 @@ import torch
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
+from moefold.launch.rank_pool import WorkerError
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerError
 from tests.plugin.recipes import FOUR, PACKAGE, PARTS, SIZES, recipe
 
 ATTENTION = "model.attention"

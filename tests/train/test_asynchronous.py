@@ -22,6 +22,7 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.launch.rank_pool import WorkerError
 from moefold.model.local_param import local_tensor
 from moefold.parallel.batch import Batch
 from moefold.parallel.remote_reshard import ReceivedWeights, WeightReceiver
@@ -33,7 +34,6 @@ from moefold.train.rl.rollout_loader import RolloutLoader
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerError
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 from tests.split_job import split_pool

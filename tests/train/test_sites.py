@@ -15,12 +15,12 @@ from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
+from moefold.launch.rank_pool import WorkerError
 from moefold.launch.signed_lines import Message
 from moefold.train.sites.callbacks import describe_wait, hash_of_ranks
 from moefold.train.sites.meeting import ROUNDS_SETTING, equal_settings
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
-from moefold.verify.ranks.pool import WorkerError
 from tests.models import edit_model
 from tests.slow import slow
 from tests.train.oracle_sites import OracleSites
