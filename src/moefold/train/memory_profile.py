@@ -122,7 +122,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
     buffers = _dispatch_buffer_bytes(cfg)
     dispatcher = chosen(cfg, DispatcherPart)
-    if dispatcher.kernel_package or dispatcher.prefers:
+    if dispatcher.kernel_package or dispatcher.resolves_to:
         # The weights do not depend on it, and its package need not be installed here.
         cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher=default_part(DispatcherPart).kind))
     with fake_rank(cfg.parallel, rank) as groups:
