@@ -74,12 +74,18 @@ def _restore_after_loss(
             groups,
         )
     snapshots.forget_groups()
-    every = current_world().all_gather_object((rank, snapshots.held()))
+    every = current_world().all_gather_object((rank, snapshots.generation.held()))
     survivors = {number: held for number, held in every if number not in lost}
-    assert snapshots.layout is not None
-    step = choose_step(survivors, snapshots.layout)
-    members = choose_members(survivors, snapshots.layout, new.parallel.world_size)
-    found = {"step": step, "members": members, "held": snapshots.held(), "wrong": [], "bytes": snapshots.num_bytes}
+    assert snapshots.generation.layout is not None
+    step = choose_step(survivors, snapshots.generation.layout)
+    members = choose_members(survivors, snapshots.generation.layout, new.parallel.world_size)
+    found = {
+        "step": step,
+        "members": members,
+        "held": snapshots.generation.held(),
+        "wrong": [],
+        "bytes": snapshots.num_bytes,
+    }
     if members is not None and rank in members:
         assert step is not None
         with set_aside_process_groups():

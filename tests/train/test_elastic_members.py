@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotLayout
+from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotGeneration, SnapshotLayout
 from moefold.launch.regroup import CannotChooseError
 from moefold.train.elastic import MemberChoice, choose_survivors, snapshot_facts
 
@@ -12,8 +12,8 @@ FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 def snapshots(rank: int, *steps: int, generation: int = 1) -> PeerSnapshots:
     """Return the shards of rank `rank` of four after some steps: its own, and the shards of the rank before it."""
     made = PeerSnapshots("node")
-    made.generation, made.rank, made.layout = generation, rank, FOUR
-    made._slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]
+    slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]
+    made.generation = SnapshotGeneration(generation, rank, FOUR, slots)
     return made
 
 
