@@ -74,15 +74,16 @@ def _restore_after_loss(
             groups,
         )
     snapshots.forget_groups()
-    every = current_world().all_gather_object((rank, snapshots.generation.held()))
+    taken = snapshots.generation
+    every = current_world().all_gather_object((rank, taken.held()))
     survivors = {number: held for number, held in every if number not in lost}
-    assert snapshots.generation.layout is not None
-    step = choose_step(survivors, snapshots.generation.layout)
-    members = choose_members(survivors, snapshots.generation.layout, new.parallel.world_size)
+    assert taken.layout is not None
+    step = choose_step(survivors, taken.layout)
+    members = choose_members(survivors, taken.layout, new.parallel.world_size)
     found = {
         "step": step,
         "members": members,
-        "held": snapshots.generation.held(),
+        "held": taken.held(),
         "wrong": [],
         "bytes": snapshots.num_bytes,
     }

@@ -55,7 +55,7 @@ def test_first_snapshot_of_a_mapping_counts_where_a_rank_knows_that_all_have_it(
     confirmed = snapshots(1, 9, generation=2)
     others = [snapshots(rank, 8, generation=1) for rank in (2, 3)]
     for rank, one in zip((2, 3), others, strict=True):
-        one._unconfirmed = Snapshot(9, None, {}, {rank - 1: {}}), FOUR, rank
+        one._unconfirmed = SnapshotGeneration(2, rank, FOUR, [Snapshot(9, None, {}, {rank - 1: {}})])
     assert choose_survivors(facts_of(confirmed, *others), 3, others[0]) == MemberChoice((10, 11, 12), 2, 9)
     # Otherwise the snapshots before count.
     assert choose_survivors(facts_of(*others), 2, others[0]).generation == 1
