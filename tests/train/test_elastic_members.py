@@ -43,8 +43,7 @@ def test_shards_lost_with_their_peer_need_a_checkpoint():
 
 
 def test_spares_fill_the_places_and_cannot_choose():
-    spare = snapshots(0, generation=0)
-    spare.rank = spare.layout = None
+    spare = PeerSnapshots("node")
     survivors = [spare, *(snapshots(rank, 8) for rank in (1, 2, 3))]
     assert choose_survivors(facts_of(*survivors), 4, survivors[1]) == MemberChoice((10, 11, 12, 13), 1, 8)
     with pytest.raises(CannotChooseError):
