@@ -105,7 +105,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
         return _log_index(markdown)
     if uri.startswith("log/"):
         return adapt(markdown, "docs/log.md", uri)
-    # The anchor of a recipe key is the heading's own, so that the search finds each key by itself.
+    # The anchor of a recipe key is the heading's own, so that the search finds the key by itself.
     markdown = KEY_HEADING.sub(r"### \2 { #\1 }", markdown)
     names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
     if uri in names:
