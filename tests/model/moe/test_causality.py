@@ -1,4 +1,4 @@
-"""Which rules of routing let a token depend on later ones: the table of docs/notation.md, "What looks ahead"."""
+"""Which rules of routing let a token depend on later ones: the table of docs/formulas.md, "What looks ahead"."""
 
 import pytest
 import torch
