@@ -470,9 +470,10 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 def test_hybrid_models_sample_the_trained_weights(pool, tmp_path, kind, mapping, sampling):
     """States of few slots, shared prompts, replayed choices, latent experts: training has the same probabilities."""
     cfg = under(recipe(tmp_path, 3, replay="on"), tmp_path / "run", **mapping)
+    heads = {"linear_attention.key_head_dim": 6, "linear_attention.num_value_heads": 8}
     hybrid = {
-        "linear_attention.key_head_dim": 6,
-        "linear_attention.num_value_heads": 8,
+        # A convolution has no heads.
+        **(heads if kind != "short_convolution" else {}),
         "linear_attention": kind,
         "ffn.moe.latent_size": 8,
     }
