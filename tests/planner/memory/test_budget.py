@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
-from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.errors import ConfigError
@@ -65,13 +65,37 @@ def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Conf
     return config_with_mapping(MappingConstraints(cfg), mapping), memory.estimate(mapping)
 
 
-def check_formula(cfg: Config) -> None:
+TYING_PARTS = ("activations", "logits", "pipeline")
+"""Parts with hidden states: one that a layer saves, one that is sent, and here two columns of logits have the same
+bytes, so that snapshots of a step may tie."""
+
+
+def check_formula(cfg: Config, tying: tuple[str, ...] = ()) -> None:
+    """Compare each part of the fullest rank, and the sum of parts that different snapshots may divide differently."""
     spelled, estimate = estimated(cfg)
     ranks = compute_rank_memory(spelled)
     most = max(ranks, key=lambda rank: rank.total)
     assert estimate.total - estimate.parts["workspace"] == pytest.approx(most.total, rel=1e-9), cfg
-    twins = [rank for rank in ranks if rank.total == most.total]
-    assert any(abs(estimate.parts["weights"] - rank.states.weights) < 1 for rank in twins)
+    twins = [parts_of(rank) for rank in ranks if rank.total == most.total]
+    found = [{part: size for part, size in parts.items() if part not in tying} for parts in twins]
+    planned = {part: estimate.parts[part] for part in found[0]}
+    assert any(planned == pytest.approx(parts, rel=1e-9, abs=1) for parts in found), (cfg, planned, found)
+
+
+def parts_of(rank: RankMemory) -> dict[str, float]:
+    """Return the bytes of a rank by the parts of the planner, but for its workspace."""
+    states = rank.states
+    gradients = max(states.gradients, states.gradient_sums)
+    found = {"weights": states.weights, "gathered": states.gathered, "gradients": gradients, "buffers": states.buffers}
+    found |= {"optimizer": states.optimizer + rank.optimizer_in_transit, **activation_parts(rank)}
+    return found
+
+
+def activation_parts(rank: RankMemory) -> dict[str, float]:
+    found = dict.fromkeys(("activations", *REPORTED_ACTIVATIONS.values()), 0)
+    for part, size in rank.activations.by_part.items():
+        found[REPORTED_ACTIVATIONS.get(part, "activations")] += size
+    return found
 
 
 @pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case[0]}-{case[3]}")
@@ -151,7 +175,7 @@ def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
 )
 def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
     for cfg in paired_recipes(*case, model):
-        check_formula(cfg)
+        check_formula(cfg, TYING_PARTS)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -161,7 +185,7 @@ def test_a_random_mapping_needs_the_memory_of_the_runtime_s_formula(seed):
     check_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
 
 
-@pytest.mark.parametrize("cp", [1, 2, 8])
+@pytest.mark.parametrize(("cp", "mbs"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize(
     ("model", "context"),
     [
@@ -173,8 +197,8 @@ def test_a_random_mapping_needs_the_memory_of_the_runtime_s_formula(seed):
     ],
     ids=["latent", "ulysses", "sparse latent", "sparse"],
 )
-def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, context, cp):
-    train = {"seq_len": 256, "micro_batch_size": 1, "global_batch_size": 8}
+def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, context, cp, mbs):
+    train = {"seq_len": 256, "micro_batch_size": mbs, "global_batch_size": 32}
     cfg = memory_config("bfloat16", model, train, world_size=8, cp=cp, context=context)
     check_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
 
@@ -285,9 +309,7 @@ def test_offloaded_tensors_are_not_counted(offload):
     assert away.parts["optimizer"] < 0.01 * plain.parts["optimizer"]
     assert away.parts["weights"] == plain.parts["weights"]
     (rank,) = compute_rank_memory(cfg, offload=offload)
-    left = dict.fromkeys(("activations", *REPORTED_ACTIVATIONS.values()), 0)
-    for part, size in rank.activations.by_part.items():
-        left[REPORTED_ACTIVATIONS.get(part, "activations")] += size
+    left = activation_parts(rank)
     assert {part: away.parts[part] for part in left} == pytest.approx(left)
     assert left["dispatch"] < plain.parts["dispatch"]
 

@@ -126,7 +126,9 @@ class MemoryModel:
         # During the update there are no activations, and offloaded moments are prefetched.
         activations = snapshots.activations @ saved.sum(axis=0)
         prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
-        at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
+        totals = snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)
+        # Where the update is the peak, the activations of the fullest snapshot before it are reported.
+        at = int(np.lexsort((activations, totals))[-1])
         parts = dict.fromkeys(MEMORY_PARTS, 0.0)
         parts |= dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         for part, size in zip(PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True):
