@@ -11,6 +11,7 @@ from moefold.config.part_registry import find_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
+from moefold.cost.activation_memory import activation_memory
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
@@ -30,6 +31,7 @@ from tests.cost.random_mappings import random_config
 from tests.models import edit_model, model_of
 
 GIB = 2**30
+H100 = load_device("h100")
 BIG = [
     ("mixtral-8x22b", {"world_size": 128, "tp": 2, "pp": 8, "ep": 8}, 256, "1f1b", 1),
     ("mixtral-8x22b", {"world_size": 128, "tp": 4, "pp": 4, "ep": 8, "zero": 2}, 256, "interleaved", 7),
@@ -203,16 +205,20 @@ def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, conte
     check_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
 
 
-@pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
-def test_the_workspace_has_the_gradients_of_one_module_and_their_temporary_tensors(size, work):
+@pytest.mark.parametrize("size", [1, 16])
+def test_the_workspace_has_the_gradients_of_one_module_and_the_activations_what_computes_them(size):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
-    shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
-    memory = MemoryModel(shape, workload, load_device("h100"))
+    cfg = recipe("mixtral-8x22b", {"world_size": 16, "ep": 8}, 16 * size, "1f1b", 1)
+    cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=size))
+    _, estimate = estimated(cfg)
     expert, rows = 3 * 6144 * 16384, 2 * size * 4096
-    found = memory.workspace(ParallelMapping(dp=16, ep=8, edp=2, mbs=size)) - OVERHEAD_GIB * GIB
-    # The buffer of the reduction in float32, or four arrays of the inner width in bfloat16.
-    assert found == 2 * expert + (4 * 2 * rows * 16384 if work else 4 * expert)
-    assert memory.workspace(ParallelMapping()) == OVERHEAD_GIB * GIB
+    # In bfloat16, and the buffer of the reduction in float32.
+    assert estimate.parts["workspace"] - OVERHEAD_GIB * GIB == expert * (2 + 4)
+    # Four arrays of the inner width in bfloat16, once.
+    assert activation_memory(cfg).experts.expert_transient() == {"experts": 4 * 2 * rows * 16384}
+    check_formula(cfg)
+    single = MemoryModel(load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=64, global_batch_size=1), H100)
+    assert single.workspace(ParallelMapping()) == OVERHEAD_GIB * GIB
 
 
 def test_uneven_experts_need_larger_buffers():

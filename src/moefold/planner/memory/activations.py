@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -258,11 +257,3 @@ def has_own_memory(dispatcher: DispatcherPart) -> bool:
 def _like_in_memory(dispatcher: DispatcherPart) -> DispatcherPart:
     """Return the dispatcher whose activations a dispatcher has: itself, or the default one."""
     return dispatcher if has_own_memory(dispatcher) else default_part(DispatcherPart)
-
-
-def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:
-    """Return the routed tokens that the experts of one of `ep` ranks receive, for each of its tokens."""
-    if part.routed is None:
-        return 0.0
-    factor = workload.capacity_factor
-    return part.routed.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)
