@@ -22,10 +22,11 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.ranks import choose_device, init_distributed, spawn_ranks
+from moefold.message_text import spelled_as
 from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts

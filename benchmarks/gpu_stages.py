@@ -29,7 +29,7 @@ from moefold.bench.shape import step_flops
 from moefold.comm.private_torch import tree_leaves
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
-from moefold.launch.runtime_env import expand_segments
+from moefold.launch.threads_and_malloc import expand_segments
 from moefold.ops.autotune import Autotuner, Candidates, TuningKey
 
 LAYERS = (("qwen3-30b-a3b", 4096), ("qwen3-30b-a3b", 16384), ("mixtral-8x22b", 4096), ("mixtral-8x22b", 16384))

@@ -27,8 +27,8 @@ from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.rank_pool import WorkerPool
-from moefold.model.init import init_weights
 from moefold.model.local_param import local_tensor
+from moefold.model.weight_init import init_weights
 from moefold.parallel.inference_model import InferenceModel
 from moefold.validate.config import check_config
 from moefold.verify import PRELOAD

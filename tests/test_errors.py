@@ -13,7 +13,8 @@ import pytest
 import moefold
 from moefold.cli.main import COMMANDS
 from moefold.config.suggestions import key_types, sections
-from moefold.errors import ConfigError, Problem, Setting, keep_names, raise_all, spelled_as
+from moefold.errors import ConfigError, raise_all
+from moefold.message_text import Problem, Setting, keep_names, spelled_as
 
 SOURCE = Path(moefold.__file__).parent
 OPTIONS = {"data.tokenizer": "--tokenizer", "data.path": "INPUT", "run.dtype": "--dtype"}

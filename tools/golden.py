@@ -79,7 +79,7 @@ class Recipe:
     @cached_property
     def request(self) -> Any:
         """The question for the planner."""
-        from moefold.planner.query import PlanOptions, plan_request
+        from moefold.planner.plan_request import PlanOptions, plan_request
 
         return plan_request(str(self.path or self.name), PLANNED_GPU, PlanOptions(num_gpus=PLANNED_GPUS))
 
@@ -227,7 +227,7 @@ def box_lines(recipe: Recipe) -> Iterator[str]:
 def seed_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the initialisation seed of each parameter."""
     from moefold.cost.layer_spec import model_weights
-    from moefold.model.init import seed_for
+    from moefold.model.weight_init import seed_for
 
     yield from (f"{name} {seed_for(recipe.cfg.run.seed, name)}" for name in model_weights(recipe.cfg.model))
 

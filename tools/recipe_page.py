@@ -6,7 +6,7 @@ from dataclasses import fields
 from textwrap import TextWrapper
 
 from moefold.config.aliases import KEY_OF
-from moefold.config.bounds import own_maxima
+from moefold.config.key_annotations import own_maxima
 from moefold.config.key_help import RecipeKey, recipe_keys, section_help
 from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.method_defaults import all_methods

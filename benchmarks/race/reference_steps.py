@@ -14,8 +14,8 @@ from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
 from moefold.errors import ConfigError
-from moefold.model.init import init_weights
 from moefold.model.transformer import TORCH_DTYPES, build_model
+from moefold.model.weight_init import init_weights
 
 
 def reference_steps_of(ours: ModelStep | LayerStep) -> "ReferenceModelSteps | ReferenceLayerSteps":

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold_experiments.gradient_delay.part import DelayedAdamW, DelayedMuon
 from moefold_experiments.spsa.part import Spsa
 from tests.checkpoint.broken_checkpoints import load_error, recipe, save_broken

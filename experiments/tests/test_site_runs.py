@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.tests.oracle_site_methods import OracleOfPairs, OracleOfWholeRounds, oracle_of
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.part import make_part
 from moefold.config.schema import Config

@@ -11,7 +11,7 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.model.init import seed_for
+from moefold.model.weight_init import seed_for
 from moefold_experiments.spsa.module import SPSA, decode_gradient, encode_gradient
 from moefold_experiments.spsa.oracle import perturbation
 from moefold_experiments.spsa.part import Spsa

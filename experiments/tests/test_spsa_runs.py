@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.checkpoint.inspect import differing_tensors, stored_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.model.local_param import local_tensor

@@ -19,9 +19,9 @@ from moefold.model.head import ModelOutput as ModelOutput
 from moefold.model.loss_function import LossFunction as LossFunction
 from moefold.model.loss_function import weighted_sum as weighted_sum
 from moefold.parts.loss import NextTokenLoss as NextTokenLoss
+from moefold.planner.plan_json import result_as_dict as result_as_dict
+from moefold.planner.plan_request import PlanOptions as PlanOptions
 from moefold.planner.planner import Planner as Planner
-from moefold.planner.query import PlanOptions as PlanOptions
-from moefold.planner.query import result_as_dict as result_as_dict
 from moefold.recipe import LoadedRecipe as LoadedRecipe
 from moefold.recipe import load_config as load_config
 from moefold.recipe import load_recipe as load_recipe

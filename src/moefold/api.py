@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.plugins import import_files
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, keep_names, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
+from moefold.message_text import keep_names, spelled_as
 from moefold.recipe import LoadedRecipe, load_recipe
 from moefold.train.start import choose_training_device, prepare_data, set_up_run
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from moefold.inference.worker import Generation
     from moefold.model.loss_function import LossFunction
     from moefold.model.transformer import Transformer
+    from moefold.planner.plan_request import PlanOptions
     from moefold.planner.planner import Planner
-    from moefold.planner.query import PlanOptions
     from moefold.train.callbacks.callback import Callback
     from moefold.train.worker import TrainOutcome
 
@@ -62,8 +63,8 @@ def plan(
         ConfigError: the model, the device or a setting is wrong or missing, or the recipe supports no mapping. The
             methods raise it if no mapping is legal or fits.
     """
+    from moefold.planner.plan_request import PlanOptions, plan_request
     from moefold.planner.planner import Planner
-    from moefold.planner.query import PlanOptions, plan_request
 
     given_fields = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
     arguments: dict[str, Any] = {name: value for name, value in given_fields.items() if value is not None}
@@ -89,8 +90,8 @@ def build_model(cfg: Config, device: str = "cpu") -> "Transformer":
     """
     import torch
 
-    from moefold.model.init import init_weights
     from moefold.model.transformer import build_model as build_whole_model
+    from moefold.model.weight_init import init_weights
 
     with torch.device("meta"):
         model = build_whole_model(cfg)
@@ -143,7 +144,7 @@ def train_model(
     device_type = choose_training_device(setup, rank_env)
     prepare_data(setup, rank_env)
 
-    from moefold.launch.rank0 import collect_from_ranks
+    from moefold.launch.rank_results import collect_from_ranks
     from moefold.train.worker import ProgramHooks, train_on_rank
 
     program = ProgramHooks(loss, data, callbacks)
@@ -242,7 +243,7 @@ def evaluate(
         job = prepare_evaluation(request, rank_env, partial(report_notices, rank_env=rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
-        from moefold.launch.rank0 import collect_from_ranks
+        from moefold.launch.rank_results import collect_from_ranks
 
         main = keep_names(partial(evaluate_on_rank, job))
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
@@ -297,7 +298,7 @@ def generate(
         job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
 
         from moefold.inference.worker import generate_on_rank
-        from moefold.launch.rank0 import collect_from_ranks
+        from moefold.launch.rank_results import collect_from_ranks
 
         main = keep_names(partial(generate_on_rank, job))
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)

@@ -15,6 +15,7 @@ LOOSE = (
     "units",
     "console",
     "bounded_read",
+    "message_text",
     "errors",
     "file_lock",
     "progress",

@@ -7,7 +7,7 @@ import torch
 
 from moefold.bench import timing
 from moefold.bench.timing import describe_device
-from moefold.launch.runtime_env import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
+from moefold.launch.threads_and_malloc import MALLOC_VARIABLES, PRELOAD_VARIABLE, TUNABLES_VARIABLE
 
 CPUINFO = "processor\t: {}\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
 

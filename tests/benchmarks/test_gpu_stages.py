@@ -16,7 +16,7 @@ from benchmarks.gpu_stage import Stage, profile
 from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner
 from moefold.bench.device_fit import device_toml
 from moefold.cost.hardware import DECIDING_CONSTANTS, load_device
-from moefold.launch.runtime_env import ALLOCATOR_VARIABLES
+from moefold.launch.threads_and_malloc import ALLOCATOR_VARIABLES
 from moefold.ops.autotune import TuningKey
 
 CPU = torch.device("cpu")

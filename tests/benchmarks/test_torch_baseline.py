@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.race.torch_baseline import TorchBaseline, baseline_unsupported_reason
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
 from tests.models import edit_model

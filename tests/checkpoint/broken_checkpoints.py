@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
-from moefold.checkpoint.resume import resolve_resume, sample_order
+from moefold.checkpoint.find_checkpoint import step_path
+from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.checkpoint import CheckpointConfig

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
+from moefold.checkpoint.recipe_differences import sample_order
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config

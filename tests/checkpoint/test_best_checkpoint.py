@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta, write_meta
+from moefold.checkpoint.commit import remove_older
+from moefold.checkpoint.find_checkpoint import (
     best_of,
     complete_checkpoints,
     locate_checkpoint,
@@ -14,8 +16,6 @@ from moefold.checkpoint.checkpoint_dir import (
     skipped_checkpoints,
     step_path,
 )
-from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta, write_meta
-from moefold.checkpoint.commit import remove_older
 from moefold.cli.main import main
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints, step_of
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.find_checkpoint import complete_checkpoints, step_of
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.config.schema import Config
 from moefold.launch.rank_pool import WorkerError, WorkerPool
 from tests.train.tiny_runs import recipe, records, train_rank

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes
-from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated, sample_order
+from moefold.checkpoint.recipe_differences import (
+    SampleOrder,
+    data_order_change,
+    moved_data_message,
+    relocated,
+    sample_order,
+)
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config
 from moefold.config.upgrade import FORMAT

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
+from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part

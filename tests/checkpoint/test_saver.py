@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.saver import BackgroundSaver
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError

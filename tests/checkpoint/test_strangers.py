@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from moefold.checkpoint.checkpoint_meta import META_FILE
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.cli.main import main

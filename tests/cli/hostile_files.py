@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 # Modules that commands import late are imported here, once for all forks.
-import moefold.checkpoint.inspect
+import moefold.checkpoint.stored_tensors
 import moefold.convert.export_folder
 import moefold.convert.import_folder
 import moefold.data.dataset

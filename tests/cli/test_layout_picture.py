@@ -11,7 +11,7 @@ from moefold.cli.layout_table import DrawnView, compact_count, describe_changes,
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.cost.stages import plan_stages, stage_cost
+from moefold.cost.stage_balance import plan_stages, stage_cost
 from moefold.errors import ConfigError
 from moefold.topology.layout import View, fold
 from tests.models import model_of

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
+from moefold.checkpoint.recipe_differences import sample_order
 from moefold.cli import command_parser, train
 from moefold.cli.main import main
 from moefold.config.upgrade import FORMAT

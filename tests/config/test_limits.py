@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.bounds import max_magnitude
+from moefold.config.key_annotations import max_magnitude
 from moefold.config.limits import MAX_CHARACTERS, MAX_RANKS, parse_count
 from moefold.config.load import config_from_dict
 from moefold.config.suggestions import key_types, sections

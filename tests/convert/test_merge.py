@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, read_meta
-from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
 from moefold.config.part import make_part

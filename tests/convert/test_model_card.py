@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.main import main
 from moefold.convert.model_card import read_training_run
 from moefold.convert.preflight import read_model

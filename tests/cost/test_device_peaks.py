@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.cost.flops import peak_bf16_tflops
+from moefold.cost.device_peaks import peak_bf16_tflops
 
 
 @pytest.mark.parametrize(

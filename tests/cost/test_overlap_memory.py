@@ -21,7 +21,7 @@ from moefold.cost.overlap_memory import (
     overlap_snapshots,
 )
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.topology.collective_order import stage_collectives
 from tests.models import edit_model, model_of
 

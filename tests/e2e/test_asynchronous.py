@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from tests.e2e.command import child_ids, interrupted, metrics, moefold, small, train
 from tests.ops.c_kernels import needs_compiler
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from tests.e2e.command import (
     ROOT,
     TWO,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig

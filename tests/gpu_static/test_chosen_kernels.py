@@ -13,7 +13,7 @@ from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
-from moefold.model.init import init_weights
+from moefold.model.weight_init import init_weights
 from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts
 from moefold.parallel.inference_model import InferenceModel

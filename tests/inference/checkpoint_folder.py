@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
-from moefold.checkpoint.resume import sample_order
+from moefold.checkpoint.recipe_differences import sample_order
 from moefold.config.part import words_of
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT

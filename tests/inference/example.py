@@ -14,8 +14,8 @@ from moefold.config.schema import Config, write_config_json
 from moefold.inference.load import LoadedModel, load_model
 from moefold.inference.settings import InferenceRequest, Purpose, inference_config
 from moefold.inference.source import find_source
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint, locate_folder
+from moefold.checkpoint.find_checkpoint import locate_checkpoint, locate_folder
 from moefold.cli.main import main
 from moefold.convert.preflight import read_model
 from moefold.errors import ConfigError

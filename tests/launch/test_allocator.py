@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.launch.runtime_env import expand_segments
+from moefold.launch.threads_and_malloc import expand_segments
 
 
 def test_segments_expand_where_the_user_set_nothing():

@@ -100,7 +100,7 @@ def test_the_message_names_rank_host_step_phase_and_collective():
         4,
         phase="loading data",
         age_s=31.0,
-        source_location="data/streaming.py:88 read",
+        source_location="data/streaming_sampler.py:88 read",
         is_communicating=False,
         host="node1",
     )
@@ -109,7 +109,7 @@ def test_the_message_names_rank_host_step_phase_and_collective():
     assert format_diagnosis({0: report(), 1: report(), 2: late}, 3, why).splitlines() == [
         "moefold: rank 2 on node1 is late",
         "  rank 2: step 7, loading data; last collective all_to_all over ep (ranks 0-3), shape [4, 8], 31.0 s ago"
-        "; now at data/streaming.py:88 read",
+        "; now at data/streaming_sampler.py:88 read",
         "  ranks 0, 1: step 7, forward of micro-batch 0; last collective all_to_all over ep (ranks 0-3), shape [4, 8], "
         "10.0 s ago",
         "  the run ends: no progress for 30 s (faults.timeout_s); see docs/failures.md",

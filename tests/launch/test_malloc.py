@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from moefold.launch import runtime_env
-from moefold.launch.runtime_env import keeps_freed_blocks
+from moefold.launch import threads_and_malloc
+from moefold.launch.threads_and_malloc import keeps_freed_blocks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 
 BLOCKS = """
 import ctypes, sys
 from pathlib import Path
-from moefold.launch.runtime_env import keep_freed_blocks, return_large_blocks
+from moefold.launch.threads_and_malloc import keep_freed_blocks, return_large_blocks
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.memset.restype = ctypes.c_void_p
@@ -94,8 +94,8 @@ def test_an_older_glibc_takes_a_smaller_size_or_none(monkeypatch):
             taken.append((name, value))
             return 1
 
-        monkeypatch.setattr(runtime_env, "_mallopt", lambda mallopt=mallopt: mallopt)
-        runtime_env.keep_freed_blocks("cpu", {})
+        monkeypatch.setattr(threads_and_malloc, "_mallopt", lambda mallopt=mallopt: mallopt)
+        threads_and_malloc.keep_freed_blocks("cpu", {})
         assert taken == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.host.rank_env import RankEnv
-from moefold.launch.runtime_env import choose_threads, runtime_env_message, threads_per_rank
+from moefold.launch.threads_and_malloc import choose_threads, runtime_env_message, threads_per_rank
 
 PLACE = RankEnv(0, 0, 16, "10.0.0.1", 1, local_world_size=8)
 ALONE = RankEnv(0, 0, 1, "127.0.0.1", 1)

@@ -28,7 +28,7 @@ from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offloa
 from moefold.metrics.writer import to_record
 from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
 from tests.metrics.undefined import undefined
 from tests.objectives.losses import policy, preference

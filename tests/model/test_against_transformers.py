@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from tests.model.transformers_families import FAMILIES, SHARED, SIZES, their_tensor
 from tests.models import config_of
 

@@ -18,11 +18,11 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.model.block import Block, LayerInputs
 from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
-from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from moefold.ops.cpu.decode import CDecode, CDecodePass
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.decode import DecodeChoice

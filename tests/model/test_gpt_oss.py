@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from tests.models import config_of
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")

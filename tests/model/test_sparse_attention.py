@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from tests.models import config_of
 
 S = 12

@@ -6,8 +6,8 @@ from moefold.config.align import AlignConfig
 from moefold.config.part import make_part
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.policy_loss import PolicyGradientLoss
+from moefold.objectives.preference_loss import PreferenceLoss
 from moefold.objectives.recipe_loss import policy_loss, recipe_loss
 
 

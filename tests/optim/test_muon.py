@@ -10,8 +10,8 @@ from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.optim.states import named_moments, set_learning_rate
 from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
 from moefold.parts.optimizer.muon.oracle import matrix_indices

@@ -7,7 +7,7 @@ from moefold.cost.hardware import DetectedMachine
 from moefold.errors import ConfigError
 from moefold.launch.detect_hardware import planner_gpu_name, slowest_machine
 from moefold.planner.auto_parallel import plan_mapping
-from moefold.planner.query import PlanOptions, plan_request
+from moefold.planner.plan_request import PlanOptions, plan_request
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
 from moefold.recipe import load_recipe

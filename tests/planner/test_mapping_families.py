@@ -24,8 +24,8 @@ from moefold.planner.mapping_families import (
     choose_family,
     nearest_measured,
 )
+from moefold.planner.plan_request import PlanOptions, plan_request
 from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.search.search import PlannedMapping
 from tests.slow import slow
 

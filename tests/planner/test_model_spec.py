@@ -18,7 +18,7 @@ from moefold.planner.model_spec import (
     train_flops,
 )
 from moefold.planner.planner import read_model
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter
 from moefold.validate.config import check_config
 
 

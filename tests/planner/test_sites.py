@@ -12,8 +12,8 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
+from moefold.planner.plan_request import PlanOptions, plan_request
 from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.sites import (
     CODING_S,
     MAX_OVERLAP,

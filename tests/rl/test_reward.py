@@ -28,7 +28,7 @@ from moefold.rl.preflight import check_rollout_data
 from moefold.rl.reward import Reward, check_columns, check_reward, short_names
 from moefold.rl.reward_pool import RewardError, RewardPool
 from moefold.rl.rollout import Rollout, RolloutGroup
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 
 FUNCTIONS = """
 import asyncio

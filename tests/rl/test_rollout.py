@@ -20,7 +20,7 @@ from moefold.rl.rollout import (
     rollout_positions,
     weigh_rollouts,
 )
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 
 SEQ_LEN = 24
 END = 0

@@ -25,7 +25,7 @@ from moefold.rl.rollout_table import (
     restore_table,
     table_headers,
 )
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 
 GROUP_SIZE = 2
 FUNCTIONS = [(), ("exact", "length"), ("a", "b", "c")]

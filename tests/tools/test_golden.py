@@ -143,7 +143,7 @@ def test_two_checkouts_are_compared_bit_by_bit(tmp_path):
     names = ["recipes/quickstart.toml"]
     flags = ["--subject", "bits", "--subject", "parameters"]
     assert golden.compare_checkouts(copy, golden.ROOT, names, flags) == []
-    init = copy / "src/moefold/model/init.py"
+    init = copy / "src/moefold/model/weight_init.py"
     text = init.read_text()
     # The last bit of each weight is another one.
     init.write_text(text.replace("normal_(0.0, std, generator", "normal_(0.0, std * (1 + 2**-23), generator"))

@@ -9,7 +9,7 @@ import torch
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.collective_order import collective_sequence, order_mismatches

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config

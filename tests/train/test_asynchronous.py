@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, step_path
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import moefold
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.run_states import Record, RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig

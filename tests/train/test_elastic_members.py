@@ -4,7 +4,7 @@ import pytest
 
 from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotGeneration, SnapshotLayout
 from moefold.launch.regroup import CannotChooseError
-from moefold.train.elastic import MemberChoice, choose_survivors, snapshot_facts
+from moefold.train.regroup_loop import MemberChoice, choose_survivors, snapshot_facts
 
 FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.inspect import stored_tensors
+from moefold.checkpoint.stored_tensors import stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.lora import LoraConfig
@@ -17,8 +17,8 @@ from moefold.config.schema import Config
 from moefold.convert.weight_sources import load_merged_weights
 from moefold.cost.adapter_spec import adapter_weights, is_adapter
 from moefold.errors import ConfigError
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.signals import StopSignals

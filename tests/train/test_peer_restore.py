@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.peer_snapshot import PeerSnapshots
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from tests.e2e.command import losses
 from tests.metrics.faults import read_faults
 from tests.slow import slow

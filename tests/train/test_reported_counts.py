@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig

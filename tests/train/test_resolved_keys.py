@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import read_meta, write_meta
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.optim.lr_schedule import schedule_settings
 from moefold.recipe import load_recipe

@@ -34,7 +34,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.machine_checks import check_rollout_cache
 from moefold.train.rl.kl_reference import ReferenceModel

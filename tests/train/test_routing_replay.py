@@ -11,7 +11,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.parallel.rollout_replay import RolloutReplay
+from moefold.parallel.rollout_router_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.rl.rollout_loader import RolloutLoader
 from moefold.train.signals import StopSignals

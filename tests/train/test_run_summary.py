@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import META_FILE
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.recipe import load_config

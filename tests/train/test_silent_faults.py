@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config

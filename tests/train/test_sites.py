@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.inspect import differing_tensors
+from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter

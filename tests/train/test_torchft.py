@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle

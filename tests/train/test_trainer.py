@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints, locate_checkpoint, step_path
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.inspect import differing_tensors, stored_tensors
+from moefold.checkpoint.find_checkpoint import complete_checkpoints, locate_checkpoint, step_path
 from moefold.checkpoint.save_load import load_checkpoint
+from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
+from moefold.checkpoint.recipe_differences import sample_order
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.data.fingerprint import fingerprint

@@ -5,7 +5,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.train.machine_checks import check_machine
 from moefold.validate.config import check_config
-from moefold.validate.memory import check_offload_device
+from moefold.validate.memory_savings import check_offload_device
 
 
 @pytest.mark.parametrize("part", COMMON_PARTS)

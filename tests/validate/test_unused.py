@@ -3,8 +3,8 @@ import tomllib
 
 import pytest
 
-from moefold.config.bounds import read_conditions
 from moefold.config.chosen import part_of_kind, read_key, with_key
+from moefold.config.key_annotations import read_conditions
 from moefold.config.load import config_from_dict
 from moefold.config.part_registry import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient

@@ -11,8 +11,8 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import Sample, SampleSource
 from moefold.data.sampler import IndexRanges, SplitSampler
-from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold

@@ -13,8 +13,8 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
-from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from moefold.model.weight_init import init_weights
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.models import edit_model

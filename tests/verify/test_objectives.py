@@ -15,8 +15,8 @@ from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.policy_loss import PolicyGradientLoss
+from moefold.objectives.preference_loss import PreferenceLoss
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.oracle_objectives import policy_objective, preference_objective

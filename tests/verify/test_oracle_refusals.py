@@ -17,7 +17,6 @@ import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
 from moefold.config.align import AlignConfig
-from moefold.config.bounds import verification_by_key
 from moefold.config.chosen import chosen, with_key
 from moefold.config.edit import edit_model
 from moefold.config.field import VerifyAs
@@ -25,6 +24,7 @@ from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.router import ScoreFormula
 from moefold.config.groups.site_method import SiteMethodPart
+from moefold.config.key_annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
 from moefold.config.part_registry import built_in_kinds, find_part, groups
@@ -33,10 +33,10 @@ from moefold.config.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
+from moefold.model.weight_init import init_weights
+from moefold.objectives.policy_loss import PolicyGradientLoss
+from moefold.objectives.preference_loss import PreferenceLoss
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.optim.lr_schedule import learning_rate
 from moefold.verify import oracle_objectives

@@ -218,8 +218,8 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
 def draw_weights(model: Transformer, run: RunConfig, sizes: ModelConfig) -> None:
     """Draw the weights of a model on its device: matrices normal, norms one, biases and buffers zero.
 
-    `moefold.model.init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the speed of a
-    step does not depend on the values.
+    `moefold.model.weight_init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the
+    speed of a step does not depend on the values.
     """
     weights = model_weights(sizes)
     generator: torch.Generator | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moefold.comm.private_torch import TorchDispatchMode, storage_key, tree_leaves
-from moefold.launch.runtime_env import malloc_message
+from moefold.launch.threads_and_malloc import malloc_message
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.progress import ProgressCallback, ignore_progress
 

@@ -15,7 +15,8 @@ from moefold.board.page import DATA_SCRIPT, STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
-from moefold.errors import ConfigError, Setting, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import Setting, format_list
 
 MAX_POINTS = 3000
 """Maximum points of a metric; its minima and maxima are kept for any length of a run."""

@@ -24,8 +24,8 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
-from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
+from moefold.message_text import format_list
 from moefold.metrics.definitions import charts_of
 from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step

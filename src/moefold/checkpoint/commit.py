@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.find_checkpoint import (
     best_of,
     complete_checkpoints,
     named_checkpoints,
@@ -45,7 +45,7 @@ def remove_older(
         newest: the new checkpoint; it stays.
         keep: number of newest complete checkpoints to keep; 0 keeps all.
         keep_every: checkpoints of steps divisible by this number are always kept; 0: none.
-        may_remove: see `FolderWriter.may_replace`.
+        may_remove: see `WritingJob.may_replace`.
         keeps_best: whether the checkpoint with the lowest held-out loss is also kept.
     """
     folder = newest.parent

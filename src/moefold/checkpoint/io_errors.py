@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints
-from moefold.errors import ConfigError, format_list
+from moefold.checkpoint.find_checkpoint import complete_checkpoints
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import RemoteError
 
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from moefold.bounded_read import MAX_JSON_DEPTH
 from moefold.checkpoint.checkpoint_meta import States
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 CALLBACKS = "callbacks."
 """Prefix of the names of a program's callbacks."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import have_same_content
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.find_checkpoint import checkpoint_folder
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.run import RunConfig

@@ -32,7 +32,8 @@ from moefold.bounded_read import batch_by_size, open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, file_sizes, regular_file
 from moefold.checkpoint.shard_file import StoredShard, read_shard
 from moefold.comm.private_torch import StorageInfo
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"

@@ -18,27 +18,24 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from moefold.checkpoint.checkpoint_dir import (
-    check_integrity,
-    checkpoint_folder,
-    checkpoint_folder_key,
-    gather_errors,
-    step_path,
-)
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
-from moefold.checkpoint.folder_writer import FolderWriter
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, checkpoint_folder_key, step_path
+from moefold.checkpoint.integrity import check_integrity, gather_errors
 from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
-from moefold.checkpoint.resume import RESUME_HINT, sample_order
+from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.resume import RESUME_HINT
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_or_short_files, read_metadata
+from moefold.checkpoint.writing_job import WritingJob
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.optim.states import named_moments
 from moefold.remote_path import RemotePath
 
@@ -78,7 +75,7 @@ def write_checkpoint(
     train_state: TrainState,
     group: dist.ProcessGroup | None = None,
     planner: ShardSavePlanner | None = None,
-    writer: FolderWriter | None = None,
+    writer: WritingJob | None = None,
 ) -> Path:
     """Write a complete checkpoint of the run; collective over all ranks.
 
@@ -105,7 +102,7 @@ def write_checkpoint(
         disk=None if isinstance(folder, RemotePath) else folder,
     ):
         if dist.get_rank() == 0 and writer is None:
-            writer = FolderWriter(folder, checkpoint_folder_key(cfg.checkpoint))
+            writer = WritingJob(folder, checkpoint_folder_key(cfg.checkpoint))
         draft = folder / _create_draft(train_state.step, writer, group)
         storage = _storage_writer(draft)
         planner = planner or ShardSavePlanner()
@@ -136,7 +133,7 @@ def _complete(
     final: Path,
     records: dict[str, FileDigest],
     train_state: TrainState,
-    writer: FolderWriter,
+    writer: WritingJob,
 ) -> None:
     """Write the descriptions of a checkpoint with complete tensors, rename its folder, and apply retention."""
     try:
@@ -265,7 +262,7 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
-def _create_draft(step: int, writer: FolderWriter | None, group: dist.ProcessGroup | None) -> str:
+def _create_draft(step: int, writer: WritingJob | None, group: dist.ProcessGroup | None) -> str:
     """Create the folder for a new checkpoint; collective. It exists for all ranks afterwards.
 
     Returns:

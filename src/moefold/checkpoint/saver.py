@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, checkpoint_folder_key
 from moefold.checkpoint.checkpoint_meta import TrainState
-from moefold.checkpoint.folder_writer import FolderWriter
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, checkpoint_folder_key
 from moefold.checkpoint.save_load import ShardSavePlanner, write_checkpoint
+from moefold.checkpoint.writing_job import WritingJob
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 
@@ -36,7 +36,7 @@ class CheckpointSaver:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._last: Path | None = None
-        self._writer: FolderWriter | None = None
+        self._writer: WritingJob | None = None
 
     def open_folder(self) -> None:
         """Record the existing checkpoints on the first rank; call it before the run chooses where to resume.
@@ -45,7 +45,7 @@ class CheckpointSaver:
         """
         if dist.get_rank() == 0 and self._cfg.checkpoint.saves:
             with suppress(OSError):
-                self._writer = FolderWriter(
+                self._writer = WritingJob(
                     checkpoint_folder(self._cfg.run, self._cfg.checkpoint), checkpoint_folder_key(self._cfg.checkpoint)
                 )
 

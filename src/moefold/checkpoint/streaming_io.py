@@ -36,7 +36,8 @@ from moefold.checkpoint.safe_metadata import check_tensor_files, read_metadata
 from moefold.checkpoint.shard_file import OnArchive, StoredShard, read_shard
 from moefold.comm.groups import World
 from moefold.comm.private_torch import StorageInfo
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 CHUNK_BYTES = 1 << 25
 """Approximate size of a chunk of whole rows, the unit of reading."""

@@ -19,7 +19,8 @@ from moefold.checkpoint.checkpoint_meta import States
 from moefold.checkpoint.peer_snapshot import BoxKey, Digest, PeerSnapshots, Snapshot, local_boxes
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import ParallelGroups
-from moefold.errors import RunError, format_list
+from moefold.errors import RunError
+from moefold.message_text import format_list
 from moefold.ops.tensor_hash import TensorHasher
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, Setting, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import DEVICE_NAMES
+from moefold.message_text import Setting, spelled_as
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 

@@ -10,30 +10,32 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
+from moefold.checkpoint.commit import remove_checkpoint
+from moefold.checkpoint.find_checkpoint import (
     best_of,
     locate_checkpoint,
     locate_folder,
     named_checkpoints,
     names_best,
-    quick_validate,
     step_of,
     wrong_name_reason,
 )
-from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
-from moefold.checkpoint.commit import remove_checkpoint
+from moefold.checkpoint.integrity import quick_validate, validate_content
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
+from moefold.config.lora import LoraConfig
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped, printable
 from moefold.topology.layout import DEGREES
 
 if TYPE_CHECKING:
-    from moefold.checkpoint.inspect import StoredTensor
+    from moefold.checkpoint.stored_tensors import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _show(arguments: argparse.Namespace) -> int:
     path = locate_checkpoint(arguments.checkpoint)
     report_skipped_for(arguments.checkpoint, path)
     meta = read_meta(path)
-    from moefold.checkpoint.inspect import stored_tensors
+    from moefold.checkpoint.stored_tensors import stored_tensors
 
     tensors = stored_tensors(path)
     if arguments.json:
@@ -184,7 +186,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     for requested, opened in zip((arguments.checkpoint, arguments.other), paths, strict=True):
         report_skipped_for(requested, opened)
     metas = read_meta(paths[0]), read_meta(paths[1])
-    from moefold.checkpoint.inspect import differing_tensors
+    from moefold.checkpoint.stored_tensors import differing_tensors
 
     described = _meta_differences(*metas)
     tensors = differing_tensors(*paths, prefix="model." if arguments.weights else "")
@@ -233,10 +235,41 @@ def _validate_checkpoint(path: Path) -> list[str]:
     manifest = read_manifest(path)
     if faults := validate_hashes(path, manifest, manifest):
         return faults
-    from moefold.checkpoint.inspect import validate_content
-    from moefold.inference.loadable import loading_faults
+    return validate_content(path) or _loading_faults(path) or _faults_of_name(path, read_meta(path))
 
-    return validate_content(path) or loading_faults(path) or _faults_of_name(path, read_meta(path))
+
+_WEIGHTS_PREFIX = "model."
+"""Prefix of weights and buffers in the index of a checkpoint."""
+
+
+def _loading_faults(path: Path) -> list[str]:
+    """Return the reasons why a checkpoint with intact files cannot be loaded: a change may precede the manifest."""
+    from moefold.checkpoint.stored_tensors import stored_tensors
+    from moefold.convert.preflight import read_model
+    from moefold.convert.weight_sources import parameter_shapes
+    from moefold.cost.adapter_spec import adapter_weights
+    from moefold.inference.source import checkpoint_source
+
+    try:
+        meta = read_meta(path)
+        model = read_model(path)
+        checkpoint_source(path)
+        stored = {tensor.name: tensor.shape for tensor in stored_tensors(path)}
+        if model.num_layers > len(stored):
+            return [f"its {META_FILE} describes {model.num_layers} layers, and it has {len(stored)} tensors"]
+        if meta.lora:
+            lora = LoraConfig(rank=meta.lora["rank"], alpha=meta.lora["alpha"], targets=meta.lora["targets"])
+            shapes = {name: weight.shape for name, weight in adapter_weights(model, lora).items()}
+        else:
+            shapes = parameter_shapes(model)
+    except ConfigError as error:
+        return [str(error)]
+    differing = [
+        f"{name} of shape {list(shape)}"
+        for name, shape in shapes.items()
+        if stored.get(_WEIGHTS_PREFIX + name) != tuple(shape)
+    ]
+    return [f"its {META_FILE} describes tensors that it does not have: {format_list(differing)}"] if differing else []
 
 
 def _faults_of_name(path: Path, meta: CheckpointMeta) -> list[str]:

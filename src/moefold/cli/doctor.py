@@ -119,7 +119,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
 
-        from moefold.launch.runtime_env import available_backends
+        from moefold.launch.threads_and_malloc import available_backends
     except (ImportError, OSError) as error:
         yield Finding("torch", f"cannot be imported: {error}; {_install_command('torch')}", is_fault=True)
         return

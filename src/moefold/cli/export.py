@@ -3,10 +3,10 @@
 import argparse
 import re
 
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.conversion_options import conversion_job, conversion_summary
+from moefold.cli.conversion_run import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.families import FAMILIES
 from moefold.convert.preflight import check_export, weights_path

@@ -3,7 +3,7 @@
 import argparse
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
+from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option
 from moefold.convert.known_keys import KeyReport
 from moefold.convert.peft_config import check_adapters, is_peft_folder

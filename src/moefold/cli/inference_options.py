@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
+from moefold.checkpoint.find_checkpoint import skipped_checkpoints
 from moefold.cli.command_parser import CommandParser
 from moefold.config.suggestions import choices_of
 from moefold.inference.notices import report_notices

@@ -12,7 +12,7 @@ from moefold.config.limits import MAX_RANKS, parse_count
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
-from moefold.cost.stages import plan_stages, stage_cost
+from moefold.cost.stage_balance import plan_stages, stage_cost
 from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.recipe import load_config

@@ -18,7 +18,7 @@ from moefold.cli.layout_table import (
     unfolded_experts,
 )
 from moefold.config.model import ModelConfig
-from moefold.cost.stages import StageCost
+from moefold.cost.stage_balance import StageCost
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.topology.layout import Layout

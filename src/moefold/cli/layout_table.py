@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.cost.stages import StageCost
+from moefold.cost.stage_balance import StageCost
 from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
 from moefold.topology.pipeline_layout import StageParts, StagePlan
 

@@ -3,7 +3,7 @@
 import importlib.util
 from functools import partial
 
-from moefold.checkpoint.checkpoint_dir import check_file_sizes
+from moefold.checkpoint.integrity import check_file_sizes
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.errors import ConfigError, install_command
 from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env

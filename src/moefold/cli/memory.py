@@ -25,7 +25,7 @@ from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training
-from moefold.planner.query import check_imbalance
+from moefold.planner.plan_request import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped

@@ -2,9 +2,9 @@
 
 import argparse
 
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
+from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.preflight import check_merge
 from moefold.host.rank_env import read_rank_env

@@ -18,8 +18,8 @@ from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping_families import FAMILIES, best_of_families, choose_family
 from moefold.planner.memory.budget import RESERVE_FRACTION
+from moefold.planner.plan_json import result_as_dict
 from moefold.planner.planner import Planner
-from moefold.planner.query import result_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped

@@ -8,7 +8,7 @@ from typing import Any
 
 from moefold.errors import ConfigError
 from moefold.planner.accuracy import STATED_ERROR
-from moefold.planner.compare import FoldingComparison, compare_by_seq_len
+from moefold.planner.compare_folding import FoldingComparison, compare_by_seq_len
 from moefold.planner.planner import PlanRequest, format_axis_value, format_mapping
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, FOLDED
 from moefold.planner.search.search import PlannedMapping
@@ -93,7 +93,7 @@ def _format_gain(gain: float | None) -> str:
 
 
 def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> dict[str, Any]:
-    from moefold.planner.query import plan_as_dict
+    from moefold.planner.plan_json import plan_as_dict
 
     q = request
     return {

@@ -16,8 +16,8 @@ from moefold.cli.plan_outputs import (
 from moefold.cli.plan_table import parse_axes, print_breakdown, print_ranking, print_request
 from moefold.cli.screen import open_console, print_prose
 from moefold.errors import ConfigError
+from moefold.planner.plan_json import plan_as_dict
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
-from moefold.planner.query import plan_as_dict
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.search.space import explain_illegal

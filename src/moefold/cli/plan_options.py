@@ -6,9 +6,10 @@ from dataclasses import fields
 
 from moefold.cli.plan_table import parse_axes
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
+from moefold.planner.plan_request import PlanOptions, plan_request
 from moefold.planner.planner import PlanRequest
-from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.simulator.simulate import Noise
 from moefold.topology.layout import fold_mapping
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.cost.hardware import device_names, load_device
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.launch.accelerator import DEVICE_NAMES
+from moefold.message_text import spelled_as
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 

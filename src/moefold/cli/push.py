@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moefold.cache_dir import cache_folders
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.preflight import check_export, weights_path

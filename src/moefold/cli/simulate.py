@@ -24,7 +24,7 @@ from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.errors import ConfigError
 from moefold.host.output_file import refuse_existing
 from moefold.metrics.reader import read_steps
@@ -35,7 +35,8 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.query import check_imbalance, check_priced_stage, document_loads, documents_as_dict
+from moefold.planner.plan_json import documents_as_dict
+from moefold.planner.plan_request import check_imbalance, check_priced_stage, document_loads
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
@@ -43,7 +44,7 @@ from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.units import GIB
 from moefold.validate.config import check_config
-from moefold.validate.memory import check_memory_device
+from moefold.validate.memory_savings import check_memory_device
 
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100

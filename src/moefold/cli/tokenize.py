@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
+from moefold.message_text import spelled_as
 from moefold.terminal import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within

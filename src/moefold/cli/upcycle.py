@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
+from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
 from moefold.config.checkpoint import UpcycleConfig
 from moefold.config.layer_words import spell_layers

@@ -31,7 +31,8 @@ from moefold.config.suggestions import (
     sections,
     tables,
 )
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Each bound is far above the values of any real run. The annotation of a key's fi
 from math import inf
 from typing import Any, get_args
 
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9

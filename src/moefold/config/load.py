@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.aliases import key_hint, our_value
-from moefold.config.bounds import max_magnitude
 from moefold.config.groups.site_method import SiteMethodPart
+from moefold.config.key_annotations import max_magnitude
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
@@ -50,7 +50,8 @@ from moefold.config.suggestions import (
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
-from moefold.errors import ConfigError, Problem, raise_all
+from moefold.errors import ConfigError, raise_all
+from moefold.message_text import Problem
 
 Problems = dict[str, str | Problem | ConfigError]
 AUTO_MAPPING = "auto"

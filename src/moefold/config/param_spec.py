@@ -51,8 +51,8 @@ class ParamSpec:
     initial: tuple[float, ...] = ()
     """Initial values, one for each index of dim 0, or one for all; empty: drawn by `drawn`."""
     drawn: Distribution | None = None
-    """Distribution of initial values (`model/init.py`); None: "normal" for matrices, "ones" for norms ("zeros" if they
-    are zero-centred), "zeros" for other vectors."""
+    """Distribution of initial values (`model/weight_init.py`); None: "normal" for matrices, "ones" for norms ("zeros"
+    if they are zero-centred), "zeros" for other vectors."""
     in_exponent: bool = False
     """True if the model exponentiates it, so that rounding it to the compute type has a large effect."""
 

@@ -22,7 +22,8 @@ from moefold.config.part_registry import (
 )
 from moefold.config.plugins import origin_of, rebuild
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem, RunError
+from moefold.errors import RunError
+from moefold.message_text import Problem
 
 Built = TypeVar("Built")
 

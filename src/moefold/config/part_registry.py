@@ -20,7 +20,8 @@ from moefold.config.plugins import (
     origin_of,
     origin_of_entry,
 )
-from moefold.errors import ConfigError, Problem, UnquotedText
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, UnquotedText
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"

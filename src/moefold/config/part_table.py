@@ -50,7 +50,8 @@ from moefold.config.suggestions import (
     slot_fault,
     wrong_kind,
 )
-from moefold.errors import ConfigError, Problem, Setting, UnquotedText, raise_all
+from moefold.errors import ConfigError, raise_all
+from moefold.message_text import Problem, Setting, UnquotedText
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)

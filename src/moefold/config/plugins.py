@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from moefold.config.limits import non_unicode_reason
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.terminal import printable
 
 ENTRY_POINTS = "moefold."

@@ -7,7 +7,7 @@ from typing import Any
 
 from moefold.config.part import Part
 from moefold.config.schema import Config
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 Rule = Callable[..., Iterator[Any]]
 """Yields a message or `Problem` per violation. Each parameter without a default is a section of the recipe by its name;

@@ -15,7 +15,8 @@ from pathlib import Path
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.pipeline_actions import Action, SlotRow, find_fault, one_per_slot
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

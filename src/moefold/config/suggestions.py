@@ -26,7 +26,7 @@ from moefold.config.part_registry import (
     unknown_kind,
 )
 from moefold.config.schema import Config
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 
 def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:

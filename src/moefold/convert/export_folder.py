@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from moefold import __version__
-from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, model_sizes, read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.checkpoint.hashed_files import HashingThread
-from moefold.checkpoint.resume import model_differences
+from moefold.checkpoint.integrity import check_integrity
+from moefold.checkpoint.recipe_differences import model_differences
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import (
     CHUNK_BYTES,
@@ -89,7 +90,8 @@ from moefold.convert.weight_sources import (
     open_checkpoint,
     verify_against_folder,
 )
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import RemotePath
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")

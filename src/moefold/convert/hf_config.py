@@ -8,7 +8,7 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import model_sizes
-from moefold.checkpoint.resume import model_differences
+from moefold.checkpoint.recipe_differences import model_differences
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
@@ -35,7 +35,8 @@ from moefold.convert.known_keys import (
 from moefold.convert.layer_fields import joined_layers
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.validate.config import check_config
 
 QUANTIZATION_KEY = "quantization_config"

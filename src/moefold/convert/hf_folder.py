@@ -24,7 +24,8 @@ from moefold.convert.hf_config import (
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 
 @dataclass(frozen=True)

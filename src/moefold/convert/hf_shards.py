@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder
+from moefold.checkpoint.find_checkpoint import checkpoint_folder
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.model import ModelConfig

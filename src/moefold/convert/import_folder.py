@@ -44,7 +44,8 @@ from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, TensorLocation, read_metadata
 from moefold.convert.weight_sources import HfSource, TensorHashes, WeightSource, share_of_rank, verify_against_folder
 from moefold.data.tokenizer_folder import tokenizer_file
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
 from moefold.validate.unused import without_idle_keys

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import check_integrity, skipped_checkpoints
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import skipped_checkpoints
+from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.comm.groups import World, current_world, errors_on_all_ranks
@@ -36,7 +37,7 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weight_sources import WeightSource, load_shards, open_weights, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
-from moefold.model.init import initial_values, seed_for
+from moefold.model.weight_init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.remote_path import is_remote
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import check_integrity
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource
@@ -27,7 +27,8 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_folder import tokenizer_file
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import is_remote
 
 EMBEDDING = "embedding.weight"

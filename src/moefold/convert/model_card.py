@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold import __version__
-from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.config.model import ModelConfig
 from moefold.config.part import without_source
 from moefold.config.part_registry import built_in_kinds

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import folder_digest
-from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
+from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World, raise_on_all_ranks
@@ -57,8 +58,9 @@ from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.convert.weight_sources import check_finite
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
 from moefold.hub import repo_of_snapshot
+from moefold.message_text import format_list
 from moefold.remote_path import is_remote, to_path
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, declared_keys, join_reports, sort_keys
 from moefold.convert.preflight import resolve_weights_folder
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

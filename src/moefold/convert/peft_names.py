@@ -17,7 +17,8 @@ from moefold.convert.family import Family
 from moefold.convert.tensor_mapping import Shape, SliceMapping, StateDictMapping
 from moefold.convert.weight_sources import family_mapping
 from moefold.cost.adapter_spec import adapter_names
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, folder_digest
-from moefold.checkpoint.checkpoint_dir import check_file_sizes, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import model_sizes, read_meta
-from moefold.checkpoint.resume import model_differences
+from moefold.checkpoint.find_checkpoint import locate_checkpoint
+from moefold.checkpoint.integrity import check_file_sizes
+from moefold.checkpoint.recipe_differences import model_differences
 from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.edit import edit_model
 from moefold.config.layer_words import spell_layers
@@ -34,9 +35,10 @@ from moefold.convert.hf_config import (
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.known_keys import KeyReport
 from moefold.convert.run_config import missing_parts
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
+from moefold.message_text import Setting
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 from moefold.validate.config import check_model

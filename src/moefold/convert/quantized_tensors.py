@@ -20,7 +20,8 @@ from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLoc
 from moefold.convert.tensor_mapping import Shape, StateDictMapping
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.state_bytes import QUANTIZED_PARTS
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 
 FP8_SCALES = "_scale_inv"
 """Suffix of the scales of a block-wise FP8 weight (arXiv:2412.19437 sec. 3.3.2)."""

@@ -17,7 +17,8 @@ from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weight_sources import HfSource, assemble_rows, group_by_parameters
-from moefold.errors import ConfigError, Problem, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, format_list
 from moefold.parallel.gathered_weights import GatheredWeights
 from moefold.parallel.parallel_model import ParallelModel
 

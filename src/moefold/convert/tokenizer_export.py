@@ -42,8 +42,9 @@ from moefold.data.tokenizer_folder import (
     read_tokenizer_folder,
     tokenizer_file,
 )
-from moefold.errors import ConfigError, Problem, format_list
+from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
+from moefold.message_text import Problem, format_list
 from moefold.remote_path import is_remote
 
 TOKENIZER_SIDECAR_FILES = (

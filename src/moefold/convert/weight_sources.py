@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import check_base
-from moefold.checkpoint.checkpoint_dir import check_integrity
 from moefold.checkpoint.hashed_files import OrderedHashes
+from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World, current_world, raise_on_all_ranks
@@ -30,7 +30,8 @@ from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.cost.layer_spec import model_weights
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.model.lora import product_region
 from moefold.remote_path import to_path
 

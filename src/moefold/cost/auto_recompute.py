@@ -18,7 +18,7 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.recompute_parts import is_implied, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import CUDA_KERNELS
-from moefold.cost.stages import plan_stages, with_explicit_layout
+from moefold.cost.stage_balance import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.units import GIB
 

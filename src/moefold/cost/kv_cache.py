@@ -8,7 +8,7 @@ from moefold.config.cache_pages import page_positions
 from moefold.config.groups.attention import AttentionCore
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config

@@ -13,7 +13,7 @@ import numpy as np
 
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import Counts, ModelChunk, recipe_chunk, state_counts
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import StateBytes, dispatch_buffer_bytes
 from moefold.cost.unit_state_memory import StateMapping, UnitStateMemory, state_mapping
 

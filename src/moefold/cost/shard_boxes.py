@@ -14,7 +14,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.pipeline_layout import StagePlan
 

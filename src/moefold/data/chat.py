@@ -28,7 +28,8 @@ from moefold.data.tokenizer_folder import (
     read_template,
     read_tokenizer_folder,
 )
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 

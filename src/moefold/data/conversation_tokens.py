@@ -20,7 +20,8 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
 from moefold.data.file_formats import refuse_surrogates
 from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 TOOLS = "tools"
 REASONING = "reasoning of answers (reasoning_content)"

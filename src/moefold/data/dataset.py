@@ -36,8 +36,9 @@ from moefold.data.token_file import (
     token_files,
 )
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
 from moefold.integer_hash import draw_bits, hash_ints
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.data.huggingface import TextTables
@@ -262,7 +263,7 @@ class _DatasetBuilder:
         if data.kind == "tokens":
             files = token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
         else:
-            from moefold.data.cache import cached_tokens
+            from moefold.data.token_cache import cached_tokens
 
             texts = _texts(data, split, self._skipped)
             self.cached_path = cached_tokens(texts, tokenizer, shows_progress=self.is_first)
@@ -300,7 +301,7 @@ class _DatasetBuilder:
 
     def _stream(self, tokenizer: Tokenizer) -> Sampler:
         from moefold.data.huggingface import text_tables
-        from moefold.data.streaming import StreamingSampler
+        from moefold.data.streaming_sampler import StreamingSampler
 
         texts = text_tables(self.data, self.data.split, self._skipped)
         order_key = self._order_key

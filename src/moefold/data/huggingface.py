@@ -18,7 +18,8 @@ from moefold.data.file_formats import unknown_column_message
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, table_suffix
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
-from moefold.errors import ConfigError, Problem, Setting, install_command
+from moefold.errors import ConfigError, install_command
+from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from glob import escape
 from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75

@@ -28,7 +28,8 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 Messages = list[Message]
 

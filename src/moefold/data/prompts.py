@@ -15,8 +15,9 @@ from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
 from moefold.integer_hash import hash_ints
+from moefold.message_text import Setting
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})

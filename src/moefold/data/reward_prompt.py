@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.groups.alignment import fill_template, template_problems
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 LEFT_OUT = "none"
 """Value of --want that leaves prompts unchanged."""

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
-from moefold.errors import ConfigError, Problem, RunError
+from moefold.errors import ConfigError, RunError
 from moefold.integer_hash import GOLDEN, hash_ints
+from moefold.message_text import Problem
 
 _MAX_RANGES = 64
 _MIN_RANGE_SAMPLES = 8

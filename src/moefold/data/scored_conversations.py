@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart, fill_template, parse_threshold
-from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
 from moefold.data.conversation_tokens import RowReport
@@ -31,9 +30,11 @@ from moefold.data.sft import (
     read_conversations,
     usable_records,
 )
+from moefold.data.token_cache import cached_ids, npy_header
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
+from moefold.message_text import Problem
 
 FORMAT_VERSION = 1
 _WORDS = 4

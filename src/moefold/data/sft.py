@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
-from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
 from moefold.data.conversation_tokens import (
@@ -31,10 +30,12 @@ from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below, is_jsonl
 from moefold.data.sample import Sample, SampleSource, fill_up, packed_sample
 from moefold.data.shard_reader import ShardReader
+from moefold.data.token_cache import cached_ids, npy_header
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
 from moefold.integer_hash import hash_ints
+from moefold.message_text import Setting
 from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 4

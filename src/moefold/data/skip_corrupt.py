@@ -16,7 +16,8 @@ from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import open_document_ends, read_header
-from moefold.errors import ConfigError, Problem, Setting, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting, format_list
 
 FORMAT_VERSION = 1
 

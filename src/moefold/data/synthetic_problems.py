@@ -15,8 +15,9 @@ from moefold.config.data import DataConfig
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
 from moefold.integer_hash import draw_bits, hash_ints
+from moefold.message_text import Problem, Setting
 
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""

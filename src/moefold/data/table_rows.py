@@ -39,7 +39,8 @@ from moefold.data.file_formats import (
     unknown_column_message,
 )
 from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 logger = logging.getLogger(__name__)
 

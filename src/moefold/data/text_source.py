@@ -12,7 +12,8 @@ from typing import BinaryIO
 
 from moefold.bounded_read import open_regular
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 CHUNK_BYTES = 2**20
 _SNIFFED_BYTES = 8192

@@ -40,7 +40,8 @@ from moefold.data.shard_reader import (
 )
 from moefold.data.source_listing import named_sources
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
-from moefold.errors import ConfigError, Problem, Setting, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting, format_list
 
 MEGATRON_SUFFIX = ".idx"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"

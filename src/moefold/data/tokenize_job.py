@@ -24,7 +24,6 @@ from moefold.bounded_read import (
     open_regular,
     read_json,
 )
-from moefold.data.cache import is_complete_array, write_tokens
 from moefold.data.conversation_tokens import SkippedRows
 from moefold.data.file_formats import (
     JsonlRecord,
@@ -38,6 +37,7 @@ from moefold.data.file_formats import (
 )
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
+from moefold.data.token_cache import is_complete_array, write_tokens
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer

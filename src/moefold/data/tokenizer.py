@@ -2,7 +2,8 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,10 +11,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
-from moefold.data.tokenizer_process import TokenTable
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Table of the text of each id of a tokenizer."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for ids that are not tokens."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks, not text."""
 
 
 class Tokenizer(Protocol):

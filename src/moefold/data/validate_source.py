@@ -11,7 +11,8 @@ from moefold.data.skip_corrupt import skipped_files
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import compare_tokenizers, open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 _FIRST_LINE_BYTES = 2**20
 """Maximum length of a first line that is parsed."""

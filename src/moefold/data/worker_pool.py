@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from moefold.errors import ConfigError, keep_names
+from moefold.errors import ConfigError
 from moefold.host.processes import block_signals, signal_on_parent_death
+from moefold.message_text import keep_names
 
 ByteProgressCallback = Callable[[int], None]
 TaskFunction = Callable[[Any, ByteProgressCallback], Any]

@@ -4,7 +4,8 @@ import errno
 import os
 from pathlib import Path
 
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 
 def refuse_existing(option: str, path: Path, *, force: bool) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moefold.checkpoint.checkpoint_dir import check_file_sizes
+from moefold.checkpoint.integrity import check_file_sizes
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError, Problem, Setting, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.pages import cache_pages, check_requests, pages_needed
@@ -50,6 +50,7 @@ from moefold.inference.text import (
 )
 from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.memory_check import check_inference, choose_checked_device
+from moefold.message_text import Problem, Setting, spelled_as
 from moefold.ops.kernel_support import check_kernel_device
 from moefold.validate.rollout_experts import check_fetching_ranks
 

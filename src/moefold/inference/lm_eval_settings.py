@@ -10,10 +10,11 @@ from moefold.config.schema import Config
 from moefold.data.chat import ChatTemplate
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template
+from moefold.message_text import spelled_as
 
 AXES = ("tp", "pp", "ep", "etp", "world_size")
 

@@ -14,12 +14,12 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.convert.weight_sources import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
 from moefold.inference.settings import OPTION_NAMES, explain_oom
 from moefold.inference.source import ModelSource
 from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_distributed
+from moefold.message_text import spelled_as
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import decoding_notice
 from moefold.terminal import print_escaped

@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -29,6 +29,7 @@ from moefold.inference.settings import (
 )
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
+from moefold.message_text import spelled_as
 from moefold.rl.reward import check_columns, check_reward
 from moefold.validate.rl import reward_problems
 

@@ -7,7 +7,6 @@ from typing import TextIO
 
 import numpy as np
 
-from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.load import joined_job, load_model, report_decoding
@@ -15,9 +14,10 @@ from moefold.inference.rollout_job import ROLLOUT_NAMES, RolloutJob, open_rollou
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
 from moefold.inference.settings import generate_oom_hint
 from moefold.inference.text import open_tokenizer
+from moefold.message_text import spelled_as
 from moefold.rl.reward import Reward
 from moefold.rl.rollout import RolloutGroup
-from moefold.rl.statistics import mean_rewards
+from moefold.rl.round_statistics import mean_rewards
 
 ROUNDS_OF_SLOTS = 8
 """Rollouts that are sampled before scoring and writing, as a multiple of the slots of all ranks."""

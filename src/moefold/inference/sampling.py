@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 MIN_TEMPERATURE = 1e-3
 

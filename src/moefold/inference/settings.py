@@ -23,10 +23,11 @@ from moefold.config.train import TrainConfig
 from moefold.config.tree import Tree
 from moefold.config.upgrade import flat_settings
 from moefold.cost.state_bytes import ITEM_BYTES
-from moefold.errors import ConfigError, Problem, Setting, raise_all, spelled_as
+from moefold.errors import ConfigError, raise_all
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
+from moefold.message_text import Problem, Setting, spelled_as
 from moefold.topology.layout import DEGREES
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moefold.checkpoint.checkpoint_dir import names_best, newest_checkpoint, skipped_checkpoints
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
+from moefold.checkpoint.find_checkpoint import names_best, newest_checkpoint, skipped_checkpoints
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig

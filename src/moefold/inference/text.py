@@ -17,8 +17,9 @@ from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, compare_tokenizers, read_npy_header, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
-from moefold.errors import ConfigError, Problem, Setting, spelled_as
+from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
+from moefold.message_text import Problem, Setting, spelled_as
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """Result of decoding an incomplete or invalid UTF-8 sequence."""

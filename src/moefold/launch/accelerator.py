@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from moefold.errors import ConfigError, Names, Setting
+from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
+from moefold.message_text import Names, Setting
 
 DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
 """Device nodes in /dev of the GPU drivers that torch calls "cuda": NVIDIA, Jetson, WSL, AMD."""

@@ -3,7 +3,7 @@
 from moefold.config.schema import Config
 from moefold.ops.kernel_support import check_kernel_device
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
-from moefold.validate.memory import check_memory_device, check_offload_device
+from moefold.validate.memory_savings import check_memory_device, check_offload_device
 from moefold.validate.moe import check_dispatch_device
 
 

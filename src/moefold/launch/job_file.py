@@ -17,7 +17,8 @@ from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
+from moefold.message_text import Problem
 from moefold.remote_path import is_remote
 from moefold.terminal import escape_char
 

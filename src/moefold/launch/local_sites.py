@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError, Problem
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError
 from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
@@ -21,6 +21,7 @@ from moefold.launch.accelerator import has_no_gpu
 from moefold.launch.exit import hard_exit
 from moefold.launch.meet_server import MeetServer
 from moefold.launch.signed_lines import SECRET_VARIABLE
+from moefold.message_text import Problem
 from moefold.terminal import print_escaped
 
 HOST = "127.0.0.1"

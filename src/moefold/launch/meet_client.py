@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
 from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, SignedLines, new_nonce, parse_object
+from moefold.message_text import Problem
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0

@@ -24,7 +24,7 @@ from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.regroup import LostRankError, report_lost
 from moefold.launch.rendezvous import HOST, join_rendezvous, loopback_store, restrict_to_loopback
-from moefold.launch.runtime_env import choose_threads, expand_segments, keep_freed_blocks
+from moefold.launch.threads_and_malloc import choose_threads, expand_segments, keep_freed_blocks
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from moefold.comm.flight_recorder import format_ranks
-from moefold.errors import RunError, first_line
+from moefold.errors import RunError
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
+from moefold.message_text import first_line
 
 POLL_S = 0.05
 """Least polling interval. It grows with the number of ranks, as a single store serves them all."""

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from moefold.comm.flight_recorder import FlightRecorder, read_snapshot
-from moefold.errors import EXIT_FAILED, first_line
+from moefold.errors import EXIT_FAILED
 from moefold.host.processes import ALIVE, GONE
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import SingleReporter, hard_exit
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.store_reporter import PRINT_WAIT_S, REPORT_PERIOD_S, REPORT_WAIT_S, StoreReporter, wait_until
+from moefold.message_text import first_line
 
 
 def _flight_record_file(rank_env: RankEnv) -> tuple[Path | None, int]:

@@ -12,7 +12,7 @@ from moefold.config.train import TrainConfig
 from moefold.model.loss_function import LossFunction
 
 if TYPE_CHECKING:
-    from moefold.objectives.policy import PolicyGradientLoss
+    from moefold.objectives.policy_loss import PolicyGradientLoss
 
 
 def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
@@ -20,7 +20,7 @@ def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
     method = chosen_in(align, AlignmentPart)
     if method.preference is None:
         return chosen_in(train, LossPart)
-    from moefold.objectives.preference import PreferenceLoss
+    from moefold.objectives.preference_loss import PreferenceLoss
 
     return PreferenceLoss(method=method.preference)
 
@@ -28,7 +28,7 @@ def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
 def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
     """Return the loss of reinforcement learning at rollout.temperature."""
     from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
-    from moefold.objectives.policy import PolicyGradientLoss
+    from moefold.objectives.policy_loss import PolicyGradientLoss
 
     return PolicyGradientLoss(
         objective=chosen_in(rl, ObjectivePart),

@@ -3,7 +3,8 @@
 import importlib.util
 
 from moefold.config.run import RunConfig
-from moefold.errors import ConfigError, Problem, Setting, install_command
+from moefold.errors import ConfigError, install_command
+from moefold.message_text import Problem, Setting
 
 
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:

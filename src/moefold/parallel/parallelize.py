@@ -14,14 +14,14 @@ from moefold.comm.private_torch import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import dispatch_sizes
-from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.module_wrapper import CallContext, wrap_calls, wrap_method
 from moefold.model.transformer import Transformer, module_settings
+from moefold.model.weight_init import init_weights
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import SHARE, MaxMagnitude, at_least
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart, OracleScores, TokenGroup, Tokens
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

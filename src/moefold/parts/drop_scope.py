@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.groups.drop import DropScopePart, Positions
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig

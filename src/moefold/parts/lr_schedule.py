@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.lr_schedule import DecayPart, LrSchedulePart, interpolate, progress
 from moefold.config.limits import MAX_STEPS
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.run import RunConfig

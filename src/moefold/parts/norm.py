@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.groups.block import NormPart
 from moefold.config.param_spec import ParamSpec
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.model.norm import LayerNorm, RMSNorm

@@ -14,7 +14,7 @@ from moefold.config.groups.rope_scaling import (
     unscaled_frequencies,
 )
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

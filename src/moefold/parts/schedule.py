@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.pipeline_actions import SlotRow
-from moefold.config.pipeline_order import RowBuilder
 from moefold.config.schedule_file import read_schedule
-from moefold.errors import Problem, Setting
+from moefold.config.schedule_row_builder import RowBuilder
+from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:

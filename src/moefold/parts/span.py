@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig

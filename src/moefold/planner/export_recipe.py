@@ -19,7 +19,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.search.space import HOST
-from moefold.planner.stages import RecipeStageSplitter, placed_ranks
+from moefold.planner.stage_splitter import RecipeStageSplitter, placed_ranks
 from moefold.recipe import load_config
 from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES

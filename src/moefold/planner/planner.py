@@ -20,7 +20,8 @@ from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value
 from moefold.cost.hardware import Device, SiteLink, device_names, load_device
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
@@ -31,7 +32,7 @@ from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter
 from moefold.recipe import load_config
 from moefold.units import GIB
 

@@ -28,7 +28,8 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
 from moefold.cost.site_traffic import num_trained, recipe_format, site_traffic
 from moefold.cost.state_bytes import master_dtype_bytes
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 TARGET = 0.95
 """Utilisation that settings are chosen for."""

@@ -6,7 +6,8 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.rl.reward import check_columns, check_reward
 
 MAX_CHECKED_PROBLEMS = 1000

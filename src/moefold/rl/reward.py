@@ -15,7 +15,8 @@ from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
 from moefold.data.prompts import Prompt
-from moefold.errors import ConfigError, Problem, RunError, Setting
+from moefold.errors import ConfigError, RunError
+from moefold.message_text import Problem, Setting
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
 

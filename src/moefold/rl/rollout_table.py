@@ -19,7 +19,7 @@ from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, StepRows
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 
 Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import lcm, log, prod
 
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")

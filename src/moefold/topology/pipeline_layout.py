@@ -11,7 +11,7 @@ Stages follow each other in model order, virtual stages included. A stage withou
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moefold.errors import Setting
+from moefold.message_text import Setting
 
 LETTERS = "EtmL"
 LETTER_MEANINGS = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}

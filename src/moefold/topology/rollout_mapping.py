@@ -9,7 +9,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config
-from moefold.errors import Setting
+from moefold.message_text import Setting
 
 FETCH = Setting("rollout.experts", "fetch")
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")

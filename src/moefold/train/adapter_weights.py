@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.adapter_settings import adapter_settings, check_base, folder_digest
-from moefold.checkpoint.checkpoint_dir import check_integrity
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.checkpoint import CheckpointConfig

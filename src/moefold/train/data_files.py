@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated
+from moefold.checkpoint.recipe_differences import SampleOrder, data_order_change, moved_data_message, relocated
 from moefold.comm.groups import World, current_world
 from moefold.config.data import DataConfig
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.train.position import Position
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import dropped_files, sample_order
+from moefold.checkpoint.recipe_differences import dropped_files, sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
@@ -21,7 +21,7 @@ from moefold.data.sample import ReferenceLogProbs
 from moefold.data.sampler import Sampler, StridedSampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
-from moefold.errors import format_list
+from moefold.message_text import format_list
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
 from moefold.train.data_files import DataFingerprints, RunDataFiles

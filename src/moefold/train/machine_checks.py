@@ -20,13 +20,14 @@ from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv
+from moefold.message_text import Problem, Setting
 from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.validate.exactness import replays_routing
-from moefold.validate.memory import ssd_offload_keys
+from moefold.validate.memory_savings import ssd_offload_keys
 from moefold.validate.moe import check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
 

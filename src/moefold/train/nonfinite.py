@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.errors import format_list
+from moefold.message_text import format_list
 
 _LAYER_PATTERN = re.compile(r"layers\.(\d+)\.")
 

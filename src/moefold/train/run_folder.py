@@ -13,25 +13,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
+from moefold.checkpoint.find_checkpoint import (
     checkpoint_folder,
     has_unfinished_checkpoint,
     named_checkpoints,
     step_of,
 )
-from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
-from moefold.checkpoint.resume import (
+from moefold.checkpoint.recipe_differences import (
     GIVEN,
     SampleOrder,
     data_order_change,
     model_differences,
     moved_data_message,
-    newest_intact_checkpoint,
     sample_order,
 )
-from moefold.config.bounds import keys_of_same_run
+from moefold.checkpoint.resume import newest_intact_checkpoint
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
+from moefold.config.key_annotations import keys_of_same_run
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
 from moefold.config.part_table import toml_value
@@ -39,8 +39,8 @@ from moefold.config.run import SETTINGS_FILE, RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
 from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
-from moefold.errors import format_list
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
+from moefold.message_text import format_list
 from moefold.metrics.reader import METRICS_FILE, read_records
 from moefold.remote_path import to_path
 from moefold.train.resolved_keys import keep_resolved

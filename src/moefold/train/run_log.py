@@ -16,7 +16,8 @@ from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
+from moefold.message_text import Problem
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler

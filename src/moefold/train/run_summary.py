@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from signal import Signals
 
-from moefold.checkpoint.checkpoint_dir import BEST_NAME, best_of, checkpoint_folder, complete_checkpoints, step_of
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.find_checkpoint import BEST_NAME, best_of, checkpoint_folder, complete_checkpoints, step_of
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig

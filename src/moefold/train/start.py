@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
-from moefold.checkpoint.resume import check_compatible, data_order_change, find_resume, sample_order
+from moefold.checkpoint.recipe_differences import data_order_change, sample_order
+from moefold.checkpoint.resume import check_compatible, find_resume
 from moefold.checkpoint.run_tokenizer import check_run_tokenizer
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
@@ -19,10 +20,11 @@ from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import NEEDS_PROGRAM, dataset_request, prepare
 from moefold.data.fingerprint import fingerprint
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training, choose_checked_device
+from moefold.message_text import Problem
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import check_protocol, to_path
 from moefold.terminal import print_escaped
@@ -225,7 +227,7 @@ def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -
         planned, report = plan_mapping(cfg, keys, machine)
         print_escaped(report)
         return planned, None
-    from moefold.launch.rank0 import JsonDict, compute_on_rank0
+    from moefold.launch.rank_results import JsonDict, compute_on_rank0
 
     def answer(machines: list[JsonDict]) -> JsonDict:
         planned, report = plan_mapping(cfg, keys, slowest_machine([DetectedMachine(**facts) for facts in machines]))

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, named_checkpoints, quick_validate
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, named_checkpoints
+from moefold.checkpoint.integrity import quick_validate
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
 from moefold.data.sampler import SampleCatalog
-from moefold.errors import RunError, format_list
+from moefold.errors import RunError
+from moefold.message_text import format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout
 from moefold.train.step_meter import StepResult

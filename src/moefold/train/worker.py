@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.private_torch import set_aside_process_groups
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
@@ -26,7 +26,7 @@ from moefold.launch.in_process import program_ranks, restored_process_state
 from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
-from moefold.launch.runtime_env import runtime_env_message
+from moefold.launch.threads_and_malloc import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.definitions import check_metrics
 from moefold.metrics.reader import read_steps
@@ -213,7 +213,7 @@ class _RankRun:
             messages = (folder.message, *self.messages)
             train = replace(self, program=program, messages=messages, locks=locks).train_membership
             if job.regroup is not None:
-                from moefold.train.elastic import RegroupLoop
+                from moefold.train.regroup_loop import RegroupLoop
 
                 loop = RegroupLoop(folder.cfg, job.regroup, job.watchdog, job.device, train, locks.release)
                 status = loop.run(job.stop)
@@ -244,7 +244,7 @@ class _RankRun:
             cleanup.callback(groups.release)
             job.stop.announces = groups.rank == 0
             if cfg.faults.regroups:
-                from moefold.train.elastic import with_saved_checkpoints
+                from moefold.train.regroup_loop import with_saved_checkpoints
 
                 cfg = replace(cfg, checkpoint=with_saved_checkpoints(cfg.run, cfg.checkpoint, history))
             trainer = Trainer(

@@ -10,20 +10,21 @@ without effect in `unused.py`.
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, tables_in
+from moefold.config.key_annotations import range_problems
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, slot_fault, wrong_kind
-from moefold.errors import ConfigError, Problem, raise_all, spelled_as
+from moefold.errors import ConfigError, raise_all
+from moefold.message_text import Problem, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.lora import LORA_RULES
-from moefold.validate.memory import OFFLOAD_RULES, validate_memory, validate_recompute
+from moefold.validate.memory_savings import OFFLOAD_RULES, validate_memory, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES

@@ -11,7 +11,8 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
 """Parts that may be recomputed if attention is captured."""

@@ -11,7 +11,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 
 
 def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory

@@ -13,7 +13,8 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 from moefold.topology.layout import divisors
 
 

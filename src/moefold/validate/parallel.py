@@ -32,8 +32,9 @@ from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
-from moefold.cost.stages import plan_stages, with_explicit_layout
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.cost.stage_balance import plan_stages, with_explicit_layout
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout

@@ -10,7 +10,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 
 def validate_regrouped_job(

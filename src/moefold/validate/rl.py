@@ -17,7 +17,7 @@ from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers
 from moefold.config.train import TrainConfig
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 from moefold.topology.layout import divisors
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import counts_replayed_choices

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Problem, Setting
 from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import FETCH, fetches_experts, rollout_degrees
 

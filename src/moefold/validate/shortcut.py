@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 from moefold.topology.selection_groups import stage_starts
 

@@ -15,7 +15,7 @@ from moefold.config.part_registry import find_part, kinds
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.errors import Problem
+from moefold.message_text import Problem
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
 

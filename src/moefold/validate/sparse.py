@@ -9,7 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
 

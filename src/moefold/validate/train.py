@@ -21,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
 from moefold.config.field import ReadIf
+from moefold.config.key_annotations import read_conditions
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, Table, default_of_field, settings_of
@@ -22,7 +22,7 @@ from moefold.config.suggestions import choices_of, default_of, group_at, join_wi
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
-from moefold.validate.memory import ssd_offload_keys
+from moefold.validate.memory_savings import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
 from moefold.validate.train import compiles_parts, has_validation_split
 

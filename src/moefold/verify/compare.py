@@ -16,10 +16,10 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sampler import Sampler
-from moefold.errors import format_list
+from moefold.message_text import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import draw_adapter_outputs, init_weights
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress

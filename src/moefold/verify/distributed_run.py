@@ -11,8 +11,8 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
-from moefold.model.init import draw_adapter_outputs
 from moefold.model.loss_function import LossFunction
+from moefold.model.weight_init import draw_adapter_outputs
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress

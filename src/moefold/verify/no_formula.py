@@ -11,7 +11,8 @@ from typing import Any, Never, NoReturn
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part, parts_in
 from moefold.config.part_registry import is_built_in
-from moefold.errors import NoFormulaError, format_list
+from moefold.errors import NoFormulaError
+from moefold.message_text import format_list
 
 
 def unknown_kind(key: str, value: Never) -> NoReturn:

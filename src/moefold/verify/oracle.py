@@ -15,7 +15,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from moefold.config.bounds import verification_by_key
 from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.field import VerifyAs
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
@@ -23,6 +22,7 @@ from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
+from moefold.config.key_annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
@@ -30,9 +30,9 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
-from moefold.errors import format_list
+from moefold.message_text import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
-from moefold.model.init import seed_for
+from moefold.model.weight_init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
 from moefold.verify.no_formula import formula_of, no_formula, no_formula_of_weights

@@ -14,8 +14,8 @@ from moefold.config.groups.loss import OracleLoss, OracleOutput
 from moefold.config.groups.policy import CorrectionFormula, OracleToken
 from moefold.config.part import Part
 from moefold.model.loss_function import LossFunction
-from moefold.objectives.policy import PolicyGradientLoss
-from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.policy_loss import PolicyGradientLoss
+from moefold.objectives.preference_loss import PreferenceLoss
 from moefold.verify.no_formula import formula_of, no_formula
 
 OracleColumns = Mapping[str, Tensor]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from moefold.inference.serve.fields import ApiError
-from moefold.inference.serve.protocol import ToolUse
+from moefold.inference.serve.openai_requests import ToolUse
+from moefold.inference.serve.request_fields import ApiError
 from moefold.inference.serve.tool_calls import Call, CallReader, find_format, forced_schema
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "text": {"type": "string"}}}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.model.init import init_weights
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from moefold.ops.linear_attention import ChunkedLinearAttention
 from moefold.ops.triton import linear_attention
 from moefold.ops.triton.linear_attention import TritonLinearAttention

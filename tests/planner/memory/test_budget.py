@@ -23,7 +23,7 @@ from moefold.planner.mapping import ParallelMapping, mapping_from_config
 from moefold.planner.memory.budget import OVERHEAD_GIB, REPORTED_ACTIVATIONS, MemoryEstimate, MemoryModel
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.cost.measured_memory import LATENT, memory_config

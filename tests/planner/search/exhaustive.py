@@ -18,7 +18,7 @@ from moefold.planner.search.constraints import Fold, MappingConstraints, Restric
 from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.planner.search.space import MappingSpace
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter
 
 
 def found_by(search: Search, count: int) -> list[PlannedMapping]:

@@ -25,7 +25,7 @@ from moefold.planner.search.constraints import (
     Restriction,
 )
 from moefold.planner.search.space import MappingSpace
-from moefold.planner.stages import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, SMALL, on_ranks

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from moefold.cost.hardware import load_device
-from moefold.cost.stages import plan_stages
+from moefold.cost.stage_balance import plan_stages
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.simulator.simulate import chunks_of_stages, simulate_mapping, stage_segments
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, merge_spans, subtract_spans
-from moefold.planner.stages import placed_ranks
+from moefold.planner.stage_splitter import placed_ranks
 from moefold.recipe import load_config
 
 CLOSED_FORMS = [

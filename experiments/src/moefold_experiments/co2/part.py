@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from moefold.config.field import VerifyAs, at_least
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.part import UnusedKeys
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig

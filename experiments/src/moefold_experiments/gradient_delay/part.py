@@ -8,7 +8,7 @@ from moefold.config.field import at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.rule import apply_rule
-from moefold.errors import Problem
+from moefold.message_text import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
 from moefold.parts.optimizer.muon.part import Muon
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.sites import SitesConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from moefold.config.field import Bound, VerifyAs
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     import torch

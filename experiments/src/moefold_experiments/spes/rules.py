@@ -9,7 +9,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names, training_weights
-from moefold.errors import Problem
+from moefold.message_text import Problem
 from moefold_experiments.spes.part import NUM_SIMILAR
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.groups.optimizer import ProjectedGradient
-from moefold.model.init import logical_parts, seed_for
 from moefold.model.local_param import local_tensor
+from moefold.model.weight_init import logical_parts, seed_for
 from moefold.optim.build import OptimizerRun
 from moefold.optim.states import group_by_decay
 from moefold_experiments.spsa.counter_normal import normal_rows, uniform

@@ -12,7 +12,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 
 def spsa_problems(name: str, cfg: Config) -> Iterator[Problem]:

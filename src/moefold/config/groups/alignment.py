@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from moefold.config.field import Bound
 from moefold.config.part import Part, UnusedKeys
 from moefold.config.part_registry import kinds_with
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cost.kv_cache import CacheSizes, num_state_slots
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
 from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.message_text import Setting
 
 
 def pages_for(num_positions: int, page_positions: int) -> int:

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from moefold.config.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
-from moefold.errors import ConfigError, Problem, Setting
+from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams
+from moefold.message_text import Problem, Setting
 
 FinishReason = Literal["eos", "length", "stop"]
 

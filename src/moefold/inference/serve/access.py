@@ -13,8 +13,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moefold.errors import ConfigError, Setting
-from moefold.inference.serve.fields import ApiError
+from moefold.errors import ConfigError
+from moefold.inference.serve.request_fields import ApiError
+from moefold.message_text import Setting
 from moefold.terminal import print_escaped, printable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -31,10 +31,10 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.serve.access import CONTENT_TYPE, AccessLog, KeyCheck, Observer, ServerMetrics
 from moefold.inference.serve.codec import EncodedRequest, PromptEncoder, SampleText
 from moefold.inference.serve.engine_loop import EngineLoop
-from moefold.inference.serve.fields import ApiError, ApiKind
 from moefold.inference.serve.grammar import JsonGrammars
 from moefold.inference.serve.job import OOM_HINT, ServeJob
-from moefold.inference.serve.protocol import ApiRequest, ChoiceText, ResponseBuilder, parse_request, usage_of
+from moefold.inference.serve.openai_requests import ApiRequest, ChoiceText, ResponseBuilder, parse_request, usage_of
+from moefold.inference.serve.request_fields import ApiError, ApiKind
 from moefold.inference.text import open_tokenizer
 from moefold.terminal import print_escaped
 

@@ -9,15 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, refuse_nul
-from moefold.data.tokenizer_process import TokenTable
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, TokenTable, refuse_nul
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
-from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.grammar import GrammarError, JsonGrammars
 from moefold.inference.serve.job import ServeJob
-from moefold.inference.serve.protocol import ApiRequest, ChoiceText, TokenLogProb
+from moefold.inference.serve.openai_requests import ApiRequest, ChoiceText, TokenLogProb
 from moefold.inference.serve.reasoning import BEGIN, MARKS, ReasoningReader
+from moefold.inference.serve.request_fields import ApiError
 from moefold.inference.serve.tool_calls import (
     CallReader,
     ToolFormat,

@@ -7,7 +7,7 @@ from pathlib import Path
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.reward_prompt import override_want
-from moefold.errors import ConfigError, spelled_as
+from moefold.errors import ConfigError
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.pages import cache_pages
@@ -17,6 +17,7 @@ from moefold.inference.serve.reasoning import check_reasons
 from moefold.inference.settings import OPTION_NAMES, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template, open_tokenizer
+from moefold.message_text import spelled_as
 
 OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and pp"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moefold.inference.serve.fields import ApiError
-from moefold.inference.serve.protocol import ToolUse
+from moefold.inference.serve.openai_requests import ToolUse
+from moefold.inference.serve.request_fields import ApiError
 from moefold.inference.text import StopStringFilter
 
 

@@ -9,7 +9,8 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
 from moefold.model.kernels import Kernels

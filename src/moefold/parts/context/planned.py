@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, get_args
 from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, MicroBatchSetPlan, TokenPlacement
 from moefold.config.part import UnusedKeys
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.data import DataConfig

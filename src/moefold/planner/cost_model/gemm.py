@@ -10,7 +10,8 @@ from typing import Literal
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 WGRAD_ACCUMULATION_BYTES = 8

@@ -28,7 +28,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
 from moefold.planner.model_spec import ModelSpec, train_flops
-from moefold.planner.stages import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
+from moefold.planner.stage_splitter import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
 from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")

@@ -19,7 +19,8 @@ from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.state_bytes import ITEM_BYTES
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 
 if TYPE_CHECKING:
     from moefold.planner.lengths.balance import DocumentLoads

@@ -14,7 +14,8 @@ import numpy as np
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import SETTINGS_FILE
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
 
 if TYPE_CHECKING:

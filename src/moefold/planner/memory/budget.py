@@ -21,7 +21,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, minimal_config
 from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.planner.stages import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
+from moefold.planner.stage_splitter import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 from moefold.units import GIB
 

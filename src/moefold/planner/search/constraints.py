@@ -11,18 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
+from moefold.config.key_annotations import range_problems
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, word_of
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, Problem, raise_all
+from moefold.errors import ConfigError, raise_all
+from moefold.message_text import Problem
 from moefold.topology.layout import DEGREES, fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
-from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
+from moefold.validate.memory_savings import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
     DEGREE_RULES,

@@ -23,7 +23,7 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-from moefold.planner.stages import placed_ranks
+from moefold.planner.stage_splitter import placed_ranks
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import schedule_rows
 

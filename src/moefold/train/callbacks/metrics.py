@@ -10,7 +10,6 @@ from moefold.comm.groups import current_world
 from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
-from moefold.cost.flops import peak_bf16_tflops
 from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
@@ -38,8 +37,11 @@ class MetricsLogging(StageCallback):
     ) -> None:
         self._flops_per_token = flops_per_token
         self._measuring = [callback for callback in callbacks if callback.has_metrics]
-        name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
-        self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
+        self._peak_tflops: float | None = metrics.peak_tflops
+        if not self._peak_tflops and run.dtype == "bfloat16" and device.type == "cuda":
+            from moefold.cost.device_peaks import peak_bf16_tflops
+
+            self._peak_tflops = peak_bf16_tflops(torch.cuda.get_device_name(device))
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""

@@ -14,7 +14,8 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.errors import RunError, format_list
+from moefold.errors import RunError
+from moefold.message_text import format_list
 from moefold.optim.states import named_moments
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext

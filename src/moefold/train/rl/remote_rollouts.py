@@ -19,14 +19,15 @@ from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.fingerprint import file_sizes, size_differences
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightReceiver, WeightSender
 from moefold.rl.reward import Reward, check_columns
 from moefold.rl.rollout import pack_step, split_steps
 from moefold.rl.rollout_table import Round
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.rl.rollout_sampler import PromptPosition, RoundSampler

@@ -20,7 +20,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, adjust_rewards
 from moefold.rl.rollout_table import Round, make_round
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling parameters for held-out prompts."""

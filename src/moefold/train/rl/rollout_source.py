@@ -16,10 +16,10 @@ from moefold.parallel.kernels.select import select_kernels, uses_c_kernels
 from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import WeightTransfer
-from moefold.parallel.rollout_replay import RolloutReplay
+from moefold.parallel.rollout_router_replay import RolloutReplay
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout_table import Round
-from moefold.rl.statistics import RoundStatistics
+from moefold.rl.round_statistics import RoundStatistics
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.rl.rollout_sampler import PromptPosition, RoundSampler
 from moefold.validate.config import check_config

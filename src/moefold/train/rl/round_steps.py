@@ -10,7 +10,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
+from moefold.parallel.rollout_router_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.rl.rollout import RolloutGroup, SampledRouting, StepRows, rollout_positions, split_steps
 from moefold.rl.rollout_table import Round
 from moefold.train.batch_sharding import BatchBuilder

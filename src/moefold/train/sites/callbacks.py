@@ -20,10 +20,11 @@ from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import SIGNAL_STATUS, first_line
+from moefold.errors import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
+from moefold.message_text import first_line
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, SentVector

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
-from moefold.errors import RunError, first_line
+from moefold.errors import RunError
 from moefold.launch.meet_client import MeetError
 from moefold.launch.signed_lines import Message
+from moefold.message_text import first_line
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import named_moments

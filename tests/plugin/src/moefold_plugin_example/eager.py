@@ -3,7 +3,7 @@ from typing import ClassVar
 
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.pipeline_actions import SlotRow
-from moefold.config.pipeline_order import RowBuilder
+from moefold.config.schedule_row_builder import RowBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

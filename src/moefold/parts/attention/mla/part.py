@@ -23,7 +23,7 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes

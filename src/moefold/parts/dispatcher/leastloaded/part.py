@@ -9,7 +9,7 @@ from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.model import ModelConfig
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem, Setting
+from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from moefold.config.chosen import chosen_in
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
-from moefold.errors import Setting
+from moefold.message_text import Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups

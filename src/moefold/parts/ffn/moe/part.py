@@ -132,9 +132,9 @@ class MoePart(RoutedPart):
 
     def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
         """Return the module; see base class."""
-        from moefold.model.init import seed_for
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
+        from moefold.model.weight_init import seed_for
 
         hidden = frame.hidden_size
         return MoELayer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from moefold.config.field import BELOW_ONE, POSITIVE, VerifyAs, at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from moefold.config.field import BELOW_ONE, MaxMagnitude, at_least
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
 from moefold.config.param_spec import ParamSpec
-from moefold.errors import Problem
+from moefold.message_text import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.field import POSITIVE, SAME_TENSORS
 from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

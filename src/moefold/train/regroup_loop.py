@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, step_of
+from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints, step_of
 from moefold.checkpoint.peer_snapshot import HeldSteps, PeerSnapshots, choose_members, choose_step
 from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout

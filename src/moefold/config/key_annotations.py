@@ -9,7 +9,7 @@ from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
-from moefold.errors import Problem
+from moefold.message_text import Problem
 
 
 def range_problems(cfg: Config) -> Iterator[Problem]:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.part import make_part
-from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
+from moefold.model.weight_init import init_weights
 from tests.objectives.example import IDS, example
 from tests.objectives.losses import policy
 from tests.verify.recipes import tiny

@@ -23,8 +23,9 @@ from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
 from moefold.data.text_source import Corpus, TextChunk
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
+from moefold.message_text import Problem
 from moefold.progress import ReadProgress
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import cache_folders, default_cache_dir
-from moefold.data.cache import cache_key, cached_tokens, is_complete
 from moefold.data.text_source import text_corpus
+from moefold.data.token_cache import cache_key, cached_tokens, is_complete
 from moefold.data.tokenizer import ByteTokenizer, Tokenizer
 from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
@@ -111,7 +111,7 @@ PROCESS = """
 import sys, time, zlib
 from pathlib import Path
 import numpy as np
-from moefold.data.cache import cached_tokens
+from moefold.data.token_cache import cached_tokens
 from moefold.data.text_source import text_corpus
 from moefold.data.tokenizer import ByteTokenizer
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.commit import remove_checkpoint, remove_folder
+from moefold.checkpoint.find_checkpoint import (
     named_checkpoints,
     remote_step_folders,
     step_of,
     step_path,
     unfinished_checkpoints,
 )
-from moefold.checkpoint.commit import remove_checkpoint, remove_folder
 from moefold.checkpoint.manifest import MANIFEST_FILE, regular_file
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import Owner
@@ -49,7 +49,7 @@ class _Mark:
     owner: Owner
 
 
-class FolderWriter:
+class WritingJob:
     """Identity of a job that saves into a folder of checkpoints; used on its first rank.
 
     The job replaces and removes only checkpoints that it wrote or that it found at its start. An unfinished checkpoint

@@ -1,4 +1,4 @@
-"""Inspect and compare the tensors of checkpoints, in one process without a model."""
+"""Stored tensors of checkpoints: their list, and the differences of two checkpoints, without a model."""
 
 import math
 import warnings
@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.bounded_read import batch_by_size
 from moefold.checkpoint.io_errors import translate_read_errors
-from moefold.checkpoint.safe_metadata import SafeReader, check_tensor_files, read_metadata, shards_of
-from moefold.checkpoint.shard_file import check_shards
+from moefold.checkpoint.safe_metadata import SafeReader, check_tensor_files, read_metadata
 
 BATCH_BYTES = 1 << 28
 """Bytes of each checkpoint in memory at a time, unless one tensor is larger."""
@@ -92,19 +91,6 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
             _compare(name, left[name], right[name]) for name in batch if not _is_bit_equal(left[name], right[name])
         ]
     return diffs
-
-
-def validate_content(path: Path) -> list[str]:
-    """Return the defects of a checkpoint's index, and of the beginning and end of each stored shard."""
-    try:
-        metadata = read_metadata(path)
-        check_tensor_files(path, metadata)
-        check_shards(path, shards_of(metadata).values())
-    except OSError as error:
-        return [f"{error.filename} cannot be read: {error.strerror}"]
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _read_index(path: Path) -> dict[str, TensorStorageMetadata]:

@@ -9,7 +9,8 @@ from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
+from moefold.message_text import Problem
 from moefold.units import GIB
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.data.sampler import PackedSamples, TokenStream
-from moefold.data.streaming import StreamingSampler
+from moefold.data.streaming_sampler import StreamingSampler
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
 

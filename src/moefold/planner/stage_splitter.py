@@ -6,7 +6,7 @@ from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk, chunk_of
-from moefold.cost.stages import split_model, stages_between
+from moefold.cost.stage_balance import split_model, stages_between
 from moefold.planner.model_spec import ModelSpec
 from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named

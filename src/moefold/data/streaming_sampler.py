@@ -17,8 +17,9 @@ from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer, encode_documents
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError
 from moefold.integer_hash import hash_ints
+from moefold.message_text import Problem
 
 MAX_BLOCK_SAMPLES = 1024
 _MAX_BLOCK_TOKENS = 2**23

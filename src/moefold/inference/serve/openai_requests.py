@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from moefold.inference.engine.requests import LogitRules
 from moefold.inference.sampling import MIN_TEMPERATURE, SamplingParams
-from moefold.inference.serve.fields import (
+from moefold.inference.serve.request_fields import (
     ApiError,
     ApiKind,
     ChatFields,

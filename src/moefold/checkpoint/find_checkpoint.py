@@ -1,4 +1,4 @@
-"""List, find and validate the checkpoints of a folder.
+"""Find the checkpoints of a folder: the newest, the best, and the damaged ones that are skipped.
 
 A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. Remote
 folders cannot be renamed: a checkpoint is written under its final name, its manifest last, and is complete with the
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
-from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, validate_hashes, validate_sizes
+from moefold.checkpoint.integrity import quick_validate
+from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import SETTINGS_FILE, RunConfig
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError
+from moefold.message_text import format_list
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 
 if TYPE_CHECKING:
-    from moefold.comm.groups import World
+    pass
 
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
 
@@ -204,54 +206,3 @@ def locate_checkpoint(path: Path) -> Path:
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return newest
-
-
-def quick_validate(path: Path) -> list[str]:
-    """Return the defects of a checkpoint that file sizes and the content of `META_FILE` reveal."""
-    try:
-        manifest = read_manifest(path)
-    except OSError as error:
-        return [f"its {MANIFEST_FILE} cannot be read: {error.strerror}"]
-    except ValueError as error:
-        return [f"its {MANIFEST_FILE} cannot be read: {error}"]
-    if META_FILE not in manifest:
-        return [f"its {MANIFEST_FILE} does not name {META_FILE}"]
-    return validate_sizes(path, manifest) or validate_hashes(path, manifest, [META_FILE])
-
-
-def check_file_sizes(path: Path) -> None:
-    """Compare the file sizes of a checkpoint with its manifest; needs no torch.
-
-    Raises:
-        ConfigError: a file is missing or has another size, or there is no manifest.
-    """
-    if faults := quick_validate(path):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
-
-
-def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -> None:
-    """Compare the files of a checkpoint with its manifest; collective over `world`, which shares the reading.
-
-    Args:
-        world: all processes; each reads a part of the files, a block at a time.
-        checks_hashes: compare hashes; else only sizes and the content of `META_FILE`.
-
-    Raises:
-        ConfigError: a file is missing or differs, or there is no manifest; raised on every process.
-    """
-    gathered = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
-    if faults := list(dict.fromkeys(fault for faults in gathered for fault in faults)):
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
-
-
-def gather_errors(errors: list[str], world: "World") -> list[str]:
-    """Return the errors of all ranks without duplicates; collective."""
-    return list(dict.fromkeys(error for texts in world.all_gather_object(errors) for error in texts))
-
-
-def validate_files(path: Path, world: "World", *, checks_hashes: bool) -> list[str]:
-    """Return the defects that this process finds: sizes of all files, and hashes of its part of them."""
-    if faults := quick_validate(path):
-        return faults
-    manifest = read_manifest(path)
-    return validate_hashes(path, manifest, list(manifest)[world.rank :: world.size]) if checks_hashes else []

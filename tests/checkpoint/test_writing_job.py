@@ -23,20 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moefold.checkpoint import save_load
-from moefold.checkpoint.checkpoint_dir import (
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
+from moefold.checkpoint.find_checkpoint import (
     checkpoint_folder,
     complete_checkpoints,
     named_checkpoints,
     step_of,
     unfinished_checkpoints,
-    validate_files,
 )
-from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.folder_writer import WRITER_FILE, tmp_checkpoint_path
+from moefold.checkpoint.integrity import validate_files
 from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.safe_metadata import SafeReader
 from moefold.checkpoint.save_load import load_entries
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.checkpoint.writing_job import WRITER_FILE, tmp_checkpoint_path
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.schema import Config
 from moefold.errors import ConfigError

@@ -13,7 +13,7 @@ from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.split_units import split_units
-from moefold.cost.stages import (
+from moefold.cost.stage_balance import (
     MAX_SLOWDOWN_PCT,
     balanced_stages,
     plan_stages,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.serve.fields import ApiError
-from moefold.inference.serve.protocol import parse_request
+from moefold.inference.serve.openai_requests import parse_request
+from moefold.inference.serve.request_fields import ApiError
 from moefold.inference.text import StopStringFilter
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}

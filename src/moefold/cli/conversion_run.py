@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.errors import format_list
 from moefold.host.rank_env import read_rank_env
+from moefold.message_text import format_list
 from moefold.progress import ReadProgress
 from moefold.remote_path import is_remote
 from moefold.terminal import MULTILINE_CHARS, printable
@@ -30,7 +30,7 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
     from moefold.launch.exit import hard_exit
     from moefold.launch.rank_errors import RankErrorHandler
     from moefold.launch.ranks import init_distributed
-    from moefold.launch.runtime_env import return_large_blocks
+    from moefold.launch.threads_and_malloc import return_large_blocks
 
     with ExitStack() as stack:
         if rank_env is not None and rank_env.world_size > 1:

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
-from moefold.planner.compare import REASONS, compare_by_seq_len
+from moefold.planner.compare_folding import REASONS, compare_by_seq_len
 from moefold.planner.cost_model.step import TIME_CATEGORIES
 from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.planner import Planner, PlanRequest, read_model
