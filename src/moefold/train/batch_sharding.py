@@ -14,10 +14,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.schema import Config
 from moefold.data.sample import SampleBatch
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
@@ -53,19 +50,12 @@ class InputCount:
 class BatchBuilder:
     """Builds the batches of this rank from its samples."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        groups: ParallelGroups,
-        positions: Tensor,
-    ) -> None:
+    def __init__(self, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+        parallel, train = cfg.parallel, cfg.train
         self.global_batch_size = train.global_batch_size
         self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
         self._micro_batch_size = train.micro_batch_size
-        self._mtp_layers = model.mtp_layers
+        self._mtp_layers = cfg.model.mtp_layers
         self._dp_group = groups.attn.dp
         self._placer: MicroBatchSetPlacer | None = None
         plan = chosen_in(parallel, ContextPart).plan
@@ -76,7 +66,7 @@ class BatchBuilder:
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device
-        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
+        self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
 
     @property
     def own_samples(self) -> range:
@@ -171,20 +161,11 @@ class BatchSharder(BatchBuilder):
     are not routed and not counted.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        run: RunConfig,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        groups: ParallelGroups,
-        positions: Tensor,
-    ) -> None:
-        super().__init__(run, model, parallel, train, groups, positions)
-        self._padded_batch_size = self._samples_per_rank * parallel.dp
+    def __init__(self, sampler: Sampler, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+        super().__init__(cfg, groups, positions)
+        self._padded_batch_size = self._samples_per_rank * cfg.parallel.dp
         self._sampler = sampler
-        self._vocab_size = model.vocab_size
+        self._vocab_size = cfg.model.vocab_size
 
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's shard of the global batch that starts at sample `first_sample` of the run."""
