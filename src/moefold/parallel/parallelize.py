@@ -137,7 +137,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         offload = open_offload(cfg.train, groups.device, groups.rank)
     graph_modules = _module_graphs(cfg, kernels.weight_cache) if for_training else None
     for stage in stages:
-        _set_dtypes(stage, cfg.run, for_training=for_training, trains_adapters_only=cfg.trains_adapters_only)
+        _set_dtypes(stage, cfg.run, for_training=for_training)
         apply_tensor_parallel(stage, groups.attn.tp, overlaps=cfg.parallel.overlap_tp)
         apply_expert_parallel(stage, groups, positions, dispatcher, is_checked=cfg.faults.check_dispatch)
         apply_context_parallel(stage, cfg.parallel, groups)
@@ -164,11 +164,11 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     )
 
 
-def _set_dtypes(stage: Transformer, run: RunConfig, *, for_training: bool, trains_adapters_only: bool) -> None:
+def _set_dtypes(stage: Transformer, run: RunConfig, *, for_training: bool) -> None:
     """Set the dtype of each weight: master weights, or in the compute type; some never below float32."""
     stage.to(master_weight_dtype(run) if for_training else stage.dtype)
     keep_full_precision(stage, master_weight_dtype(run))
-    if for_training and trains_adapters_only:
+    if for_training and stage.settings.lora.trains_adapters_only:
         narrow_frozen_weights(stage)
 
 
