@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from moefold.config.align import AlignConfig
 from moefold.config.batch_shape import BatchShape
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.field import SAME_RUN, ReadIf, VerifyAs
@@ -78,6 +77,8 @@ class Config:
     @property
     def batch_shape(self) -> BatchShape:
         """Sizes of the batches."""
+        context = self.parallel.context
+        assert isinstance(context, ContextPart), "the loader builds parts"
         return BatchShape(
             global_batch_size=self.train.global_batch_size,
             micro_batch_size=self.train.micro_batch_size,
@@ -87,7 +88,7 @@ class Config:
             mtp_layers=self.model.mtp_layers,
             dp=self.parallel.dp,
             cp=self.parallel.cp,
-            context=chosen_in(self.parallel, ContextPart),
+            context=context,
             is_float64=self.run.dtype == "float64",
         )
 
