@@ -106,7 +106,7 @@ def step_times(cfg: Config, compute_s: float, all_to_all_s: float, steps: int) -
     if compute_s:
         add_delays(model, compute_s, all_to_all_s)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     times_s = []
     for i in range(steps + 1):

@@ -56,9 +56,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(
-        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
-    ).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
     boxes = local_boxes(state)
     snapshots = PeerSnapshots()

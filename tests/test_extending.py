@@ -52,7 +52,7 @@ def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch
     extension = sys.modules["extension"]
     groups = create_groups(cfg)
     model = parallelize(cfg, groups, extension.PolicyGradientLoss())
-    batches = BatchSharder(extension.Rollouts(), cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    batches = BatchSharder(extension.Rollouts(), cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     steps = [training.run(batches.batch(4 * i), i + 1) for i in range(2)]
     return [step.loss_terms for step in steps], gather_full_tensors(model)

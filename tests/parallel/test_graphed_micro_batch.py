@@ -45,7 +45,7 @@ def _train(cfg: Config, model: ParallelModel) -> tuple[list[object], dict[str, T
     """Return the metrics of two steps with an evaluation between them, and the weights."""
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     metrics: list[object] = []
     for i in range(2):
         result = training.run(sharder.batch(i * cfg.train.global_batch_size), i + 1)

@@ -59,8 +59,9 @@ def built(cfg: Config) -> None:
         ("return GatedAttention(", "return 1 / 0 + GatedAttention(", "fails in build(): ZeroDivisionError: division"),
         ("width = self.num_heads", "width = self.nothing", "fails in params(): AttributeError: 'Gated' object has no"),
         ("heads, head = self", "heads, head = self.nothing, self", "fails in core(): AttributeError: 'Gated' object"),
+        ("def open_caches(", "def caches(", "has a module with caches(), which is now open_caches()"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(changed, before, after, reason):
     word = changed(ATTENTION, before, after)

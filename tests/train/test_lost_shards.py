@@ -69,15 +69,13 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=True)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     evaluated, trained = [], []
     for step, samples in enumerate(batches, 1):
         trained.append(training.run(loader.to_batch(loader.read(samples)), step).loss)
         if step % 3 == 0:
             recipe = replace(cfg, train=replace(cfg.train, global_batch_size=1))
-            one = BatchSharder(
-                data.validation, recipe.run, recipe.model, recipe.parallel, recipe.train, groups, model.positions
-            )
+            one = BatchSharder(data.validation, recipe.batch_shape, groups, model.positions)
             samples = held_out[step // 3 - 1]
             by_one = [replace(one.batch(sample), num_micro_batches=1) for sample in samples]
             evaluated.append(float(np.mean([training.evaluate([batch]) for batch in by_one])))

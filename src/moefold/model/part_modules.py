@@ -63,7 +63,7 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
     if is_built_in(type(part)):
         return
     if hasattr(module, "caches"):
-        raise ConfigError(f"{describe_part(part)}: {type(module).__qualname__} has caches, which is now open_caches")
+        raise ConfigError(f"{describe_part(part)} has a module with caches(), which is now open_caches()")
     specs = list(part.params(*widths))
     for spec in specs:
         if len(spec.initial) not in (0, 1, spec.shape[0]):

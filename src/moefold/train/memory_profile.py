@@ -65,9 +65,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(**dataset_request(cfg))
-    batch = BatchSharder(
-        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
-    ).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)
     peak = tracker.peak()

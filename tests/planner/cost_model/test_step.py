@@ -327,7 +327,7 @@ def test_a_layer_never_takes_less_than_its_host_or_its_device():
     mapping = ParallelMapping(dp=8, ep=8)
     layer = cost_model.layer_time(0, mapping)
     mixer, ffn = cost_model.blocks(0, mapping)
-    host_s = (mixer.kernels[0] + ffn.kernels[0]) * cost_model.device.host_launch_s
+    host_s = (mixer.kernels.forward + ffn.kernels.forward) * cost_model.device.host_launch_s
     device_s = sum(work.seconds for work in (*mixer.forward, *ffn.forward))
     wait_s = cost_model.device.sync_s
     assert max(host_s, device_s) + wait_s <= layer.forward_s <= host_s + device_s + 2 * wait_s

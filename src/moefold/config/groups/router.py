@@ -33,8 +33,30 @@ class ScoreFormula(NamedTuple):
     """Number of uniform numbers for each token in training, given K and E."""
 
 
+class WeightedChoice:
+    """What a score function and its softmax say about the choices of a token and their weights."""
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as in `ChoiceInputs`."""
+        raise NotImplementedError
+
+    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
+        """Return the experts of each token, best first, int64 [T, K]: by default as `moe.choice` selects them."""
+        return choice.select(inputs)
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers that the choices of a token need in training; 0: none."""
+        return 0
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class RouterScorePart(Part):
+class RouterScorePart(WeightedChoice, Part):
     """Score function of a router. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_score"
@@ -65,20 +87,6 @@ class RouterScorePart(Part):
         """Return the scores divided by their sum, [T, E]: the input of the load-balancing loss."""
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
 
-    def weights(
-        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
-    ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as in `ChoiceInputs`."""
-        raise NotImplementedError
-
-    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
-        """Return the experts of each token, best first, int64 [T, K]: by default as `moe.choice` selects them."""
-        return choice.select(inputs)
-
-    def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers that the choices of a token need in training; 0: none."""
-        return 0
-
     @property
     def weighting(self) -> Part:
         """Return the part that computes the routing weights."""
@@ -97,10 +105,6 @@ class RouterScorePart(Part):
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a chosen expert if all logits are 0 and no sum divides it; None if it is not fixed."""
         raise NotImplementedError
-
-    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
-        return 0
 
     def softmax_in_decoding(self) -> Literal["pre", "post"] | None:
         """Return the softmax that decoding in C takes: of all logits, of the chosen logits, or none that C has."""
@@ -136,7 +140,7 @@ class SeparateScorePart(RouterScorePart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSoftmaxPart(Part):
+class RouterSoftmaxPart(WeightedChoice, Part):
     """Routing weights from softmax scores. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_softmax"
@@ -146,27 +150,9 @@ class RouterSoftmaxPart(Part):
     is_post: ClassVar[bool | None] = None
     """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
 
-    def weights(
-        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
-    ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]."""
-        raise NotImplementedError
-
-    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
-        """Return the experts of each token, like `RouterScorePart.select`."""
-        return choice.select(inputs)
-
-    def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers that the choices of a token need in training; 0: none."""
-        return 0
-
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a choice if all logits are equal; None if it is not fixed."""
         return 1 / num_experts
-
-    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
-        return 0
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
         """Return a function from the softmax to the whole score function in float64; None if it has no formula."""

@@ -73,7 +73,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return SelectedKernels()
     check_kernel_device(cfg.run, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
-        return _cpu_kernels(cfg)
+        return _cpu_kernels(cfg.run, cfg.model)
     if cfg.run.kernels == "auto" and device.type != "cuda":
         return SelectedKernels()
     reason = triton_unsupported_reason(cfg.run, device.type)
@@ -121,25 +121,25 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         stage.head.cross_entropy_ops = kernels.cross_entropy_ops
 
 
-def _cpu_kernels(cfg: Config) -> SelectedKernels:
+def _cpu_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
     """Select the C kernels that are fast on this CPU, if there is a compiler; float64 and non-SwiGLU use torch."""
-    if cfg.run.dtype == "float64":
+    if run.dtype == "float64":
         return SelectedKernels()
     from moefold.ops.cpu.build import CompilerError
 
     try:
-        kernels = _c_kernels(cfg)
+        kernels = _c_kernels(run, model)
     except CompilerError as error:
-        if cfg.run.kernels == "c":
+        if run.kernels == "c":
             raise ConfigError(
                 f"{Setting('run.kernels', 'c')} cannot run: {error}; install gcc, or set {Setting('run.kernels')} to "
                 "'auto' or 'plain'"
             ) from None
         return SelectedKernels(message=f"{Setting('run.kernels', 'auto')}: plain, as {error}")
-    return replace(kernels, message=_c_message(cfg.run, cfg.model, kernels))
+    return replace(kernels, message=_c_message(run, model, kernels))
 
 
-def _c_kernels(cfg: Config) -> SelectedKernels:
+def _c_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
     """Return the C kernels of all parts of a layer.
 
     Raises:
@@ -158,12 +158,12 @@ def _c_kernels(cfg: Config) -> SelectedKernels:
     kernels = SelectedKernels(
         permute_ops=CPermuteOps(), router_softmax=CSoftmax(), rope=CRope(), norm=CNorm(), draw=CDraw()
     )
-    kernels = _with_c_gemms(kernels, cfg.run)
+    kernels = _with_c_gemms(kernels, run)
     activation = CSwiGLU()
-    kernels = _with_c_attention(kernels, cfg.run, activation)
-    if cfg.model.ffn.moe.activation.is_swiglu:
+    kernels = _with_c_attention(kernels, run, activation)
+    if model.ffn.moe.activation.is_swiglu:
         kernels = replace(kernels, expert_activation=activation)
-    return _with_c_linear_attention(kernels) if cfg.model.has_linear_attention else kernels
+    return _with_c_linear_attention(kernels) if model.has_linear_attention else kernels
 
 
 def _with_c_gemms(kernels: SelectedKernels, run: RunConfig) -> SelectedKernels:
