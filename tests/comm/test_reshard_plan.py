@@ -165,7 +165,7 @@ def test_a_mapping_to_itself_moves_nothing():
 
 
 def test_replicas_share_the_sending():
-    """Without ZeRO both replicas hold every part; each sends about half of them."""
+    """Without ZeRO both replicas hold every part. Each sends about half of them."""
     source = _sharding({"world_size": 8, "tp": 2, "pp": 2, "zero": 0})
     target = _sharding({"world_size": 8, "pp": 1}, for_training=False)
     plan = plan_reshard(source, target, dict.fromkeys(source.shapes, 1), 10**6)

@@ -33,7 +33,7 @@ OPERATORS = frozenset({"|", "||", "&", "&&", ";", "(", ")", ">", ">>", "<", ">&"
 
 
 def commands_in(block: Block) -> list[str]:
-    """Return the commands of moefold in a block: in shell, after launchers and in pipes; elsewhere whole lines."""
+    """Return the commands of moefold in a block: in shell, after launchers and in pipes. Elsewhere whole lines."""
     found = []
     for line in re.sub(r" *\\\n *", " ", block.text).splitlines():
         line = line.strip()

@@ -79,7 +79,7 @@ MAPPINGS: list[dict[str, Any]] = [
 """Under dp, ranks pass requests of their own; with three ranks they share no experts."""
 FAST_MAPPINGS = (1, 5)
 FAST_TRAINING_MAPPINGS = (0, 5, 6)
-"""Indices of the mappings of the fast tests; together they have every axis."""
+"""Indices of the mappings of the fast tests. Together they have every axis."""
 
 
 def marked(mappings: Sequence[dict[str, Any]], fast: Sequence[int]) -> list[Any]:
@@ -189,7 +189,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
 
 
 def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
-    """Compare completions under random schedules with each request by itself; return the preemptions seen."""
+    """Compare completions under random schedules with each request by itself and return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = GenerationEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [
