@@ -282,7 +282,7 @@ def check_smoothing(page: Page, means: dict[int, float], ranges: list[str]) -> N
         assert not page.evaluate(f"{legend('lr')}.includes('smoothed')")
 
 
-def test_smoothing_is_by_step_at_every_zoom_and_leaves_schedules_and_held_out_values(page, tmp_path):
+def test_smoothing_is_by_step_at_every_zoom(page, tmp_path):
     means = write_spike(tmp_path / "run")
     with served(tmp_path) as address:
         page.open(address, 1280)

@@ -50,7 +50,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
 
 
 def _save_with_slow_rename(cfg: Config) -> bool:
-    """Whether this rank finds the checkpoint when its save returns, although the first rank takes long to rename it."""
+    """Return whether this rank finds the checkpoint when its save returns, although the first rank takes long to rename it."""
     training = training_step(cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
 

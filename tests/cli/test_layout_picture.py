@@ -1,3 +1,5 @@
+"""Pictures of a layout: coordinates, colours of groups, and bars of expert loads."""
+
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations

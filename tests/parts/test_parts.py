@@ -81,7 +81,7 @@ UNREAD = {"layernorm": {"zero_centered"}}
 @pytest.mark.parametrize(
     ("group", "kind"), [pytest.param(*each, id=f"{each[0].group}-{each[1]}") for each in EVERY_KIND]
 )
-def test_a_formula_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
+def test_a_formula_reads_each_field_that_the_oracle_leaves_it(group, kind):
     part = find_part(group.group, kind)
     if not part.changes_maths:
         assert part.formula is Part.formula

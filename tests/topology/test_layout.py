@@ -1,3 +1,5 @@
+"""Folded layouts equal the paper's listings, and the groups of every legal folding obey their algebra."""
+
 import subprocess
 import sys
 from itertools import product

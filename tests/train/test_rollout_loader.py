@@ -521,7 +521,7 @@ def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
 
 
-def test_a_run_may_go_on_without_its_reset_reference_and_with_the_reference_of_its_start(pool, tmp_path):
+def test_a_run_resumes_without_its_reset_reference(pool, tmp_path):
     cfg = recipe(tmp_path, 3, kl=0.1, reset_patience=1)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-9), checkpoint=CheckpointConfig(every=1))
     pool.run(1, train_policy, cfg)

@@ -184,7 +184,7 @@ def test_sites_resume_under_another_mapping(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quorum(pool, tmp_path):
+def test_exchanges_go_on_without_a_lost_site_until_the_quorum(pool, tmp_path):
     cfg = recipe(tmp_path / "enough", 6, {"count": 3, "every": 2})
     few = recipe(tmp_path / "few", 6, {"count": 3, "every": 2, "quorum": 3})
     for one in (cfg, few):

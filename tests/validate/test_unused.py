@@ -1,3 +1,5 @@
+"""A setting without effect is refused, and each such key has a case with and without effect."""
+
 import re
 import tomllib
 

@@ -180,7 +180,7 @@ def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, conte
 
 
 @pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
-def test_the_workspace_has_the_gradients_of_one_module_and_their_temporary_tensors(size, work):
+def test_the_workspace_has_the_gradients_of_one_module(size, work):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
     shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
     memory = MemoryModel(shape, workload, load_device("h100"))

@@ -140,7 +140,7 @@ def test_rows_of_dropped_tokens_that_only_one_rank_keeps_are_not_a_lower_bound()
         assert found_by(search, 1)
 
 
-def test_a_dispatcher_that_reserves_memory_for_large_micro_batches_leaves_small_ones():
+def test_a_dispatcher_that_reserves_memory_leaves_small_batches():
     plain = on_ranks(RECIPES["plain"], 2)
     cfg = replace(plain, train=replace(plain.train, seq_len=2048, global_batch_size=8))
     cfg = replace(cfg, run=replace(cfg.run, device="cuda"))

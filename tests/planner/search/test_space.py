@@ -139,7 +139,7 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_enumerated_offloads_are_those_that_the_runtime_accepts_with_and_without_overlap(overlap):
+def test_enumerated_offloads_are_those_that_the_runtime_accepts(overlap):
     legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))
