@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
 
 
-def test_ranks_end_with_the_process_that_called_them_and_the_next_removes_its_leftovers(folder, monkeypatch):
+def test_ranks_end_with_their_caller_and_the_next_cleans_up(folder, monkeypatch):
     """Whatever they are at: these would sleep for an hour."""
     imports = "import time; from moefold.launch.rank_pool import WorkerPool; from moefold.verify import PRELOAD"
     code = f"{imports}; WorkerPool(PRELOAD).run(2, time.sleep, 3600)"

@@ -47,7 +47,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def _trains_on(num_ranks: int, run_dir: Path, steps: int) -> bool:
-    """Whether the run has come so far on all ranks."""
+    """Return whether the run has come so far on all ranks."""
     file, config = run_dir / "metrics.jsonl", run_dir / "config.json"
     if not file.exists() or not config.exists():
         return False

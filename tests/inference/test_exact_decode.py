@@ -224,7 +224,7 @@ def test_every_log_probability_equals_training(pool, model, dtype, settings):
 
 
 def compare_packed(cfg: Config) -> list[bool]:
-    """Whether each row has the same log-probabilities packed and by itself."""
+    """Return whether each row has the same log-probabilities packed and by itself."""
     model = build(cfg)
     rows = [tuple((i * i + j) % 61 for i in range(length)) for j, length in enumerate((90, 2, 33, 65, 70))]
     alone = training_log_probs(model, rows)

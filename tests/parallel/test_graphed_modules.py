@@ -177,7 +177,7 @@ class _TwoOutputs(nn.Module):
         return x * self.weight, x.square(), x.detach().argmax(-1)
 
 
-def test_an_output_without_gradient_has_gradient_zero_whatever_an_earlier_pass_gave():
+def test_an_output_without_gradient_has_gradient_zero():
     module = _TwoOutputs()
     _graph(module)
     for used, gradient in (((0, 1), 7.0), ((0,), 3.0), ((1,), 4.0)):

@@ -629,7 +629,7 @@ def _is_import_of(node: ast.AST, module: ModuleType) -> bool:
     )
 
 
-def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
+def assert_formula(part, unread: Iterable[str] = ()) -> set[str]:
     """Check that a formula uses no code that trains, and reads each field of its part. Return the read fields.
 
     The oracle itself reads the common fields of all kinds of a group: the framed fields, and fields of a layer's place.

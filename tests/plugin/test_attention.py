@@ -102,7 +102,7 @@ def cached_bytes(path: Path, mapping: dict[str, object]) -> tuple[set[str], int,
 
 
 @pytest.mark.parity
-def test_a_cache_of_its_own_gives_the_logits_of_the_whole_text_and_has_the_counted_bytes(pool, tmp_path) -> None:
+def test_its_own_cache_gives_equal_logits_and_has_the_counted_bytes(pool, tmp_path) -> None:
     path, pieces = tmp_path / "run", [5, 1, 3, 1, 1]
     pool.run(1, write_checkpoint, recipe(*GATED, f"run.dir={path}", "train.seq_len=24"))
     [whole] = pool.run(1, run_whole, path, sum(pieces))

@@ -188,7 +188,7 @@ def in_turn(cfg: Config, tmp_path: Path) -> Config:
 
 
 def same_run(first: Config, second: Config) -> bool:
-    """Whether two runs have written the same rollouts and the same metrics but for times."""
+    """Return whether two runs have written the same rollouts and the same metrics but for times."""
     rollouts = [(Path(one.run.dir) / "rollouts.jsonl").read_text() for one in (first, second)]
     return rollouts[0] == rollouts[1] and _metrics(first) == _metrics(second)
 
@@ -292,7 +292,7 @@ def test_a_longer_run_says_which_rounds_the_checkpoint_lacks(pool, tmp_path, ste
 
 
 @pytest.mark.slow
-def test_after_a_rollback_rounds_with_the_prompts_of_the_faulty_step_are_left_out(fresh_pool, tmp_path):
+def test_a_rollback_leaves_out_prompts_of_the_faulty_step(fresh_pool, tmp_path):
     """Step 5 has the prompts 16 to 19, and the checkpoint of step 4 has their rollouts and the rollouts of step 6."""
     cfg = asynchronous(tmp_path, 8, 2, {"ranks": 1}, world_size=2)
     cfg = replace(cfg, faults=replace(cfg.faults, nonfinite="rollback"))

@@ -52,7 +52,7 @@ def _recipe(run_dir: Path, steps: int, tokens: Path, *, corrupt: Any = "skip", *
 
 
 def _touching(which: int, tokens: slice = slice(0, LENGTH)) -> Callable[[int], bool]:
-    """Whether sample `number` of the data has any of these tokens of a file, for sequences of 16."""
+    """Return whether sample `number` of the data has any of these tokens of a file, for sequences of 16."""
 
     def touches(number: int) -> bool:
         mine = range(number * 16, number * 16 + 17)
@@ -213,9 +213,7 @@ def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: i
         ),
     ],
 )
-def test_a_file_that_breaks_under_way_is_left_out_from_that_batch_on_under_every_mapping(
-    pool, tmp_path, breaks, words, mappings
-):
+def test_a_file_that_breaks_is_left_out_from_that_batch_on(pool, tmp_path, breaks, words, mappings):
     sound = _recipe(tmp_path / "sound", STEPS, _tokens(tmp_path / "tokens"))
     rows = _numbers(sound, "train", 3 * BATCH)
     which = rows[2 * BATCH] * 16 // LENGTH
@@ -254,7 +252,7 @@ def test_the_last_file_that_breaks_ends_the_run(pool, tmp_path):
 
 
 def _held_out_in(which: int, cfg: Config) -> bool:
-    """Whether all validation samples, and not all training samples, touch a file."""
+    """Return whether all validation samples, and not all training samples, touch a file."""
     touches = _touching(which)
     held_out = _numbers(cfg, "validation", len_of_validation(cfg))
     return all(map(touches, held_out)) and not all(map(touches, _numbers(cfg, "train", 60)))

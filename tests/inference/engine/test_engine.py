@@ -188,7 +188,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
         assert_equal_completions(ranks, expected)
 
 
-def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
+def assert_schedules(path: Path, dtype: str, tolerance: float) -> int:
     """Compare completions under random schedules with each request by itself and return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = GenerationEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
@@ -246,5 +246,5 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     ],
 )
 def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
-    (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
+    (num_preemptions,) = pool.run(1, assert_schedules, mixtral, dtype, tolerance)
     assert num_preemptions > 0

@@ -44,7 +44,7 @@ RULES: dict[str, tuple[dict[str, object], dict[str, object], bool, bool]] = {
 
 
 def _looks_ahead(layer: MoELayer) -> bool:
-    """Whether another last position changes the output at any position before it."""
+    """Return whether another last position changes the output at any position before it."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(S, B, 6, dtype=torch.float64, generator=generator)
     y = layer(x).y

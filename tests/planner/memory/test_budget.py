@@ -72,7 +72,7 @@ TYING_PARTS = ("activations", "logits", "pipeline")
 bytes, so that snapshots of a step may tie."""
 
 
-def check_formula(cfg: Config, tying: tuple[str, ...] = ()) -> None:
+def assert_formula(cfg: Config, tying: tuple[str, ...] = ()) -> None:
     """Compare each part of the fullest rank, and the sum of parts that different snapshots may divide differently."""
     spelled, estimate = estimated(cfg)
     ranks = compute_rank_memory(spelled)
@@ -104,7 +104,7 @@ def activation_parts(rank: RankMemory) -> dict[str, float]:
 @pytest.mark.parametrize("recompute", [(), ("norms", "expert_activation"), ("layer",)], ids="+".join)
 def test_a_recipe_needs_the_memory_of_the_runtime_s_formula(case, recompute):
     cfg = recipe(*case)
-    check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
+    assert_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
 
 
 def test_symmetric_memory_is_counted_as_the_runtime_does():
@@ -112,7 +112,7 @@ def test_symmetric_memory_is_counted_as_the_runtime_does():
     parallel = replace(cfg.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=1.5))
     symmetric = replace(cfg, parallel=parallel, run=replace(cfg.run, device="cuda"))
     check_config(symmetric)
-    check_formula(symmetric)
+    assert_formula(symmetric)
     extra = estimated(symmetric)[1].parts["buffers"] - estimated(cfg)[1].parts["buffers"]
     assert extra >= 3 * 1.5 * 4096 // 2 * cfg.model.ffn.moe.top_k * cfg.model.hidden_size * 2
 
@@ -130,8 +130,8 @@ def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, bat
     except ConfigError:
         assert name == "dualpipev"
         return
-    check_formula(cfg)
-    check_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
+    assert_formula(cfg)
+    assert_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
 
 
 PAIRED = [
@@ -177,14 +177,14 @@ def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
 )
 def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
     for cfg in paired_recipes(*case, model):
-        check_formula(cfg, TYING_PARTS)
+        assert_formula(cfg, TYING_PARTS)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_mapping_needs_the_memory_of_the_runtime_s_formula(seed):
     """`tests/cost/test_rank_state_memory.py` compares the states of these formulas with built models."""
     cfg = random_config(seed)
-    check_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
+    assert_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
 
 
 @pytest.mark.parametrize(("cp", "mbs"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 2)])
@@ -202,7 +202,7 @@ def test_a_random_mapping_needs_the_memory_of_the_runtime_s_formula(seed):
 def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, context, cp, mbs):
     train = {"seq_len": 256, "micro_batch_size": mbs, "global_batch_size": 32}
     cfg = memory_config("bfloat16", model, train, world_size=8, cp=cp, context=context)
-    check_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
+    assert_formula(replace(cfg, run=replace(cfg.run, device="cuda")))
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -216,7 +216,7 @@ def test_the_workspace_has_the_gradients_of_one_module_and_the_activations_what_
     assert estimate.parts["workspace"] - OVERHEAD_GIB * GIB == expert * (2 + 4)
     # Four arrays of the inner width in bfloat16, once.
     assert activation_memory(cfg).experts.expert_transient() == {"experts": 4 * 2 * rows * 16384}
-    check_formula(cfg)
+    assert_formula(cfg)
     single = MemoryModel(load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=64, global_batch_size=1), H100)
     assert single.workspace(ParallelMapping()) == OVERHEAD_GIB * GIB
 
@@ -263,7 +263,7 @@ def test_quantized_weights_are_counted_where_micro_batches_share_them(parallel, 
         for precision in ("fp8-blockwise", "dtype")
     )
     check_config(fp8)
-    check_formula(fp8)
+    assert_formula(fp8)
     quantized, unquantized = (compute_rank_memory(config)[0].states for config in (fp8, plain))
     is_counted = micro_batches > 1 and parallel.get("zero", 1) < 3
     assert (quantized.gathered > unquantized.gathered) == is_counted
@@ -302,7 +302,7 @@ def test_an_update_brings_moments_back(case):
     check_config(cfg)
     fullest = max(compute_rank_memory(cfg), key=lambda rank: rank.total)
     assert fullest.optimizer_in_transit > 0, "else the case shows nothing"
-    check_formula(cfg)
+    assert_formula(cfg)
 
 
 @pytest.mark.parametrize("offload", [("expert_activation",), ("core_attention", "moe")], ids="+".join)
