@@ -210,8 +210,8 @@ class ActivationMemoryTable:
 
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
         """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
-        size = {"cp": self._table_cp(mapping), "mbs": self._table_mbs(mapping)}
-        formula = self._formula(replace(mapping, **size), recompute)
+        sized = replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping))
+        formula = self._formula(sized, recompute)
         return activation_table(
             formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
         )
