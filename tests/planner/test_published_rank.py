@@ -31,7 +31,7 @@ from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
 from moefold.units import GIB
 from moefold.validate.config import check_config
 
-SAMPLE, LEAST_SAMPLE = 4000, 100
+SAMPLE, LEAST_SAMPLE = 6000, 100
 """Mappings that are drawn, and how many of them have to fit into memory."""
 TABLE = Path(__file__).parent / "published" / "calibration.csv"
 
@@ -120,7 +120,10 @@ def test_a_published_mapping_is_among_the_best_tenth(name):
     ahead = sum(search.cost_model.step_time(m).total_s < seconds for m in fitting) / len(fitting)
     place = f"{1 + len(search.plans_below(seconds))} of {len(search.space.folds)}"
     print(f"\n| {name} | {seconds:.3f} | {best.time.total_s:.3f} | {place} | {ahead:.1%} of {len(fitting)} |")
-    assert best.time.total_s <= seconds * (1 + 1e-9)
+    # moefold refuses overlap with DeepEP, which five sources have.
+    overlaps = found.mapping.overlap and found.mapping.dispatcher.kind != "deepep"
+    can_run_s = search.cost_model.step_time(replace(found.mapping, overlap=overlaps)).total_s
+    assert best.time.total_s <= can_run_s * (1 + 1e-9)
     assert len(fitting) > LEAST_SAMPLE
     assert ahead < 0.1
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from moefold.config.chunk_sizes import CPU_LOSS_TOKENS
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear
@@ -21,9 +22,6 @@ from moefold.model.part_modules import build_norm
 from moefold.model.tp_interface import ContextParallel, SequenceParallel, VocabParallel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
-
-CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU if logits are saved (docs/log.md#2026-11-20-chunked-loss-and-recomputation)."""
 
 
 class Head(nn.Module):
@@ -85,7 +83,7 @@ class Head(nn.Module):
         if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
             logits = self.logits(x, tied_weight)
             return token_losses(logits, labels, self.vocab_parallel.vocab_range, self.cross_entropy_ops, softmax)
-        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
+        chunk = CPU_LOSS_TOKENS if is_single_chunk else chunk
         x_all = self._gathered_input(x)
         weight_shard = self._weight_shard(x, tied_weight)
         options = ChunkOptions(

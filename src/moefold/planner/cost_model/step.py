@@ -18,7 +18,7 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.recompute_parts import recompute_parts
+from moefold.cost.recompute_parts import containing_part, recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
@@ -481,11 +481,10 @@ def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds
 @lru_cache(maxsize=256)
 def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
     """Return for each part whether each set recomputes it, 1 or 0; 0 too if a larger part of the set contains it."""
-    found = {}
-    for part in recompute_parts():
-        larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
-        found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
-    return found
+    return {
+        part: np.array([float(part in parts and not containing_part(part, parts)) for parts in sets])
+        for part in recompute_parts()
+    }
 
 
 def _bubbles(

@@ -121,7 +121,7 @@ class ActivationMemoryTable:
         return found
 
     def _samples(self, mapping: ParallelMapping) -> float:
-        """Return the bytes of a mapping over the bytes of the tables: of `_table_mbs` samples over `_table_cp` ranks."""
+        """Return the bytes of a mapping over bytes of the tables, of `_table_mbs` samples over `_table_cp` ranks."""
         return mapping.mbs * self._table_cp(mapping) / (self._table_mbs(mapping) * mapping.cp)
 
     def _table_mbs(self, mapping: ParallelMapping) -> int:
@@ -159,7 +159,7 @@ class ActivationMemoryTable:
         return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables; the tokens of a micro-batch are not part of it, if the bytes follow them."""
+        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them."""
         dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
@@ -210,8 +210,8 @@ class ActivationMemoryTable:
 
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
         """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
-        alone = replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping))
-        formula = self._formula(alone, recompute)
+        sized = replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping))
+        formula = self._formula(sized, recompute)
         return activation_table(
             formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
         )
