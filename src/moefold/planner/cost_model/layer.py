@@ -4,9 +4,12 @@ Every method caches its results by the few integers it depends on, so that a sea
 attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from moefold.config.groups.dispatcher import SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
@@ -206,6 +209,15 @@ class BlockTime:
     def backward_cost(self) -> DirectionCost:
         """Sums of `backward`."""
         return _sum_direction(self.backward)
+
+
+def stack_blocks(blocks: Sequence[BlockTime], places: Sequence[int]) -> BlockTime:
+    """Return the blocks at some places as one whose sums are arrays, [places]; it cannot be recomputed."""
+    rows: Any = np.array([(*b.forward_cost, *b.backward_cost, *b.kernels, b.host_syncs) for b in blocks])[places].T
+    forward, backward = (
+        tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
+    )
+    return BlockTime(forward, backward, kernels=(rows[6], rows[7]), host_syncs=rows[8])
 
 
 def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
