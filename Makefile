@@ -86,7 +86,7 @@ parity: $(PLUGIN) ## run every parity test, the wide sweep and the long runs inc
 	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
 
 parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages, kinds of models, dropping
-	$(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
+	MOEFOLD_TESTS_ASK_TORCH=1 $(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
 
 # Each ends within 10 minutes and goes on with the next call where it stopped, see docs/gpu.md.
 HAS_PY = @command -v $(PY) > /dev/null \

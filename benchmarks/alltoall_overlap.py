@@ -29,6 +29,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import open_dataset
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.block import Block
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer
@@ -37,7 +38,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
     {"world_size": 2, "ep": 2},
@@ -105,7 +106,7 @@ def step_times(cfg: Config, compute_s: float, all_to_all_s: float, steps: int) -
     if compute_s:
         add_delays(model, compute_s, all_to_all_s)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     times_s = []
     for i in range(steps + 1):
@@ -164,7 +165,7 @@ def main() -> None:
     options = parser.parse_args()
     unit_s = options.unit_ms / 1000
     count = options.micro_batches
-    pool = WorkerPool()
+    pool = WorkerPool(PRELOAD)
     mappings = MAPPINGS[: options.mappings]
     print(
         f"m={count}, {NUM_LAYERS} layers, attention and experts {options.unit_ms:g} ms forward, twice that backward\n"

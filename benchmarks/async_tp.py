@@ -19,11 +19,12 @@ from torch import Tensor
 
 from moefold.comm import collectives
 from moefold.comm.groups import ParallelGroups
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.linear import UnquantizedLinear
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.parallel.tensor_parallel import AsyncTensorParallel, SequenceParallelTokens
 from moefold.topology.layout import fold
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 TOKENS = 8
 HIDDEN = 4
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--gemm-ms", type=float, default=40.0, help="time of one GEMM of all tokens (default 40)")
     parser.add_argument("--steps", type=int, default=5, help="layers, of which the median is reported (default 5)")
     args = parser.parse_args()
-    pool = WorkerPool()
+    pool = WorkerPool(PRELOAD)
     gemm_s = args.gemm_ms / 1e3
     print("| collective | GEMMs | collectives in total | plain layer | overlapped layer | of the collectives hidden |")
     print("| --- | --- | --- | --- | --- | --- |")

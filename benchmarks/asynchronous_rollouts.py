@@ -1,4 +1,4 @@
-"""Measure the step time with sampling on separate ranks against alternating with training; phases are timed waits.
+"""Measure the step time with sampling on separate ranks against alternating with training. Phases are timed waits.
 
     PYTHONPATH=. python benchmarks/asynchronous_rollouts.py [--phase-ms 300] [--jitter 0.5] [--steps 16]
 

@@ -45,7 +45,7 @@ KINDS = {
     "auto": ("auto", "none"),
     "auto, compiled": ("auto", "blocks"),
 }
-"""`run.kernels` and `run.compile` of each kind; its eager twin comes before a compiled one."""
+"""`run.kernels` and `run.compile` of each kind. Its eager twin comes before a compiled one."""
 
 
 def main() -> None:

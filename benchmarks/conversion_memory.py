@@ -46,7 +46,7 @@ sys.exit(status)
 
 
 def main() -> int:
-    """Run the benchmark; return the exit status."""
+    """Run the benchmark and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.5, help="size of the Mixtral in GB (default 1.5)")
     parser.add_argument("--only", choices=("llama-f32", "gpt-oss-f32", "mixtral-bf16"), help="convert this model only")

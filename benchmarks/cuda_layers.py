@@ -125,6 +125,7 @@ def trace_layer(
                     ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
                     y = stage(ids, labels=ids, sample_ids=columns.sample_ids)
                 else:
-                    y = block.ffn(x, columns) if part == "layer" else block(x, LayerInputs(stage.rope, columns))
+                    is_ffn = part == "layer"
+                    y = (block.ffn(x, columns) if is_ffn else block(x, LayerInputs(stage.rope, columns))).y
                 y.backward(torch.empty_like(y))
     return trace

@@ -164,7 +164,7 @@ class Trace:
 
 @contextmanager
 def trace_cuda(trace: Trace, device: Device = H200) -> Iterator[Trace]:
-    """Run code as on a CUDA device and record it; its tensors must be on the meta device."""
+    """Run code as on a CUDA device and record it. Its tensors must be on the meta device."""
     properties = SimpleNamespace(
         multi_processor_count=device.multiprocessors,
         total_memory=device.memory_bytes,
@@ -538,7 +538,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the target device of `Tensor.to`; None if the call does not name a device."""
+    """Return the target device of `Tensor.to`, or None if the call does not name a device."""
     if func is not torch.Tensor.to:
         return None
     other = kwargs.get("device", args[1] if len(args) > 1 else None)

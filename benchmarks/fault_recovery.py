@@ -69,7 +69,7 @@ def _eight_ranks(*overrides: str) -> TrialMain:
 
 
 def _srun_regroups(trial: FaultTrial) -> RecoveryTimes:
-    """Kill one of two ranks without a launcher; rank 0, which hosts the store, continues without it."""
+    """Kill one of two ranks without a launcher. Rank 0, which hosts the store, continues without it."""
     jobs = trial.srun(0, 1, overrides=(REGROUP,))
     trial.wait_for_steps()
     fault_s = time.time()
@@ -90,7 +90,7 @@ def _torchrun(sent: signal.Signals, message: str) -> TrialMain:
 
 
 def _srun(killed: int, message: str) -> TrialMain:
-    """Kill one of two ranks without a launcher; rank 0 hosts the rendezvous store."""
+    """Kill one of two ranks without a launcher. Rank 0 hosts the rendezvous store."""
 
     def run(trial: FaultTrial) -> RecoveryTimes:
         jobs = trial.srun(0, 1)
@@ -122,7 +122,7 @@ def _preempted(trial: FaultTrial) -> RecoveryTimes:
 
 
 def _node_killed(killed: int) -> TrialMain:
-    """Kill one of two nodes, agent and rank; the first one hosts the rendezvous, and the job ends without it."""
+    """Kill one of two nodes, agent and rank. The first one hosts the rendezvous, and the job ends without it."""
 
     def run(trial: FaultTrial) -> RecoveryTimes:
         endpoint = f"127.0.0.1:{free_port()}"
@@ -164,7 +164,7 @@ def _host_disconnected(trial: FaultTrial) -> RecoveryTimes:
 
 
 def _checkpoint_damaged(damage: Callable[[Path], None]) -> TrialMain:
-    """Kill a job and damage its newest checkpoint; the next start detects it."""
+    """Kill a job and damage its newest checkpoint. The next start detects it."""
 
     def run(trial: FaultTrial) -> RecoveryTimes:
         job = trial.start(*FOUR_RANKS)

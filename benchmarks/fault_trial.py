@@ -34,7 +34,7 @@ class RecoveryTimes:
     recovery_s: float
     """From the fault to the first step after the loaded checkpoint."""
     command_s: float | None = None
-    """Part of `recovery_s` since the command that restarted the job; None if the job recovered without a command."""
+    """Part of `recovery_s` since the command that restarted the job, or None if the job recovered without a command."""
 
 
 class FaultTrial:
@@ -67,7 +67,7 @@ class FaultTrial:
         ]
 
     def wait(self, condition: Callable[[], bool], poll_s: float = 0.01) -> float:
-        """Wait until the condition holds; return the time."""
+        """Wait until the condition holds and return the time."""
         deadline = time.monotonic() + WAIT_TIMEOUT_S
         while not condition():
             if time.monotonic() > deadline:
@@ -76,7 +76,7 @@ class FaultTrial:
         return time.time()
 
     def wait_for_steps(self, more_than: int = FIRST_STEPS) -> float:
-        """Wait for the first step after step `more_than`; return the time."""
+        """Wait for the first step after step `more_than` and return the time."""
         return self.wait(lambda: self.steps() > more_than)
 
     def wait_for_both_nodes(self) -> None:
@@ -99,7 +99,7 @@ class FaultTrial:
         return 0
 
     def wait_for_output(self, pattern: str, jobs: Sequence[Job]) -> float:
-        """Wait until the output of one of the jobs matches the pattern; return the time."""
+        """Wait until the output of one of the jobs matches the pattern and return the time."""
         return self.wait(lambda: any(re.search(pattern, job.text()) for job in jobs))
 
     def measure_recovery(

@@ -21,17 +21,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cost.hardware import Device, load_device
+from moefold.cost.hardware import BLACKWELL, GRACE_BLACKWELL, HOPPER, Device, load_device
 from moefold.planner import model_spec
 from moefold.planner.accuracy import PAPER, Prediction, PublishedCase, parse_case, row_key, validate_predictions
 from moefold.planner.cost_model import data_parallel, layer, step, workload
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.model_spec import load_model_spec
 
-HOPPER = ("h100", "h200", "h800")
-GRACE = ("gb200", "gb300")
 X86 = ("b200", "b300")
-BLACKWELL = GRACE + X86
 ALL = HOPPER + BLACKWELL
 
 SPREAD = 0.06
@@ -87,11 +84,11 @@ CONSTANTS = (
     Constant("half_depth", HOPPER, 200.0, 0.4),
     Constant("half_depth", BLACKWELL, 300.0, 0.4),
     Constant("kernel_gap_s", HOPPER + X86, 3e-6, 0.4),
-    Constant("kernel_gap_s", GRACE, 3e-6, 0.4),
+    Constant("kernel_gap_s", GRACE_BLACKWELL, 3e-6, 0.4),
     Constant("host_launch_s", HOPPER + X86, 3e-5, 0.5),
-    Constant("host_launch_s", GRACE, 2e-5, 0.5),
+    Constant("host_launch_s", GRACE_BLACKWELL, 2e-5, 0.5),
     Constant("sync_s", HOPPER + X86, 3e-4, 0.7),
-    Constant("sync_s", GRACE, 2e-4, 0.7),
+    Constant("sync_s", GRACE_BLACKWELL, 2e-4, 0.7),
     Constant("quantize_passes.fp8", (), 5.0, 0.25),
     Constant("quantize_passes.mxfp8", (), 5.0, 0.4),
     Constant("quantize_passes.nvfp4", (), 8.0, 0.5),

@@ -113,7 +113,7 @@ def _round_trip(stage: Stage, states: Tensor) -> Transfer:
 
 
 def _collectives(shard: Tensor, full: Tensor, world: Group, *, gathers: int, reductions: int) -> Callable[[], object]:
-    """Start all-gathers and reduce-scatters; return a function that waits for them."""
+    """Start all-gathers and reduce-scatters. Return a function that waits for them."""
     works = [all_gather_into(full, shard, world.handle, async_op=True) for _ in range(gathers)]
     works += [reduce_scatter_into(shard, full, world.handle, async_op=True) for _ in range(reductions)]
     return lambda: [work.wait() for work in works if work is not None]

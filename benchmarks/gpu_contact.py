@@ -42,7 +42,7 @@ LOST_CONTEXT = ("CUDA error", "AcceleratorError")
 
 
 class LostContextError(Exception):
-    """Error of a process whose CUDA context is lost; every further call fails too."""
+    """Error of a process whose CUDA context is lost. Every further call fails too."""
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -66,7 +66,7 @@ class Contact:
     name: str = ""
 
     def check(self, name: str, run: Callable[[], None]) -> None:
-        """Run a check; an exception is a fault.
+        """Run a check. An exception is a fault.
 
         Raises:
             LostContextError: no other check can run.

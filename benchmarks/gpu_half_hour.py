@@ -45,7 +45,7 @@ CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages that are left; return the exit status."""
+    """Run the stages that are left and return the exit status."""
     started_s = time.monotonic()
     args = _parser().parse_args(argv)
     # A killed call ends its stage too.
@@ -134,7 +134,7 @@ def chosen_stages(stages: Sequence[Stage], names: str) -> list[Stage]:
 
 
 def unpack_cache(archive: Path, device: str, results: Results) -> None:
-    """Write carried kernels into Triton's cache folder; if they do not fit, say so, and stages compile them."""
+    """Write carried kernels into Triton's cache folder. If they do not fit, say so, and stages compile them."""
     folder = cache_folder()
     try:
         manifest = unpack_kernels(archive, folder)
@@ -166,7 +166,7 @@ def run_stages(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run the stages without a result while time is left; return the exit status."""
+    """Run the stages without a result while time is left and return the exit status."""
     started_s = clock()
     skipped: list[str] = []
     for stage in stages:
@@ -189,7 +189,7 @@ def run_stages(
 
 
 def _left_out(stage: Stage) -> str:
-    """Return why a stage cannot run on this machine; "" if it can."""
+    """Return why a stage cannot run on this machine, or "" if it can."""
     if stage.tool is not None and which(stage.tool) is None:
         return f"{stage.tool} is not on the PATH"
     if stage.gpus > 1 and (count := _count_gpus()) < stage.gpus:
@@ -205,7 +205,7 @@ def _count_gpus() -> int:
 
 
 def _summary(stages: Sequence[Stage], results: Results, skipped: Sequence[str]) -> int:
-    """Print the failed and the remaining stages; return the exit status."""
+    """Print the failed and the remaining stages. Return the exit status."""
     failed = [stage.name for stage in stages if results.status(stage.name) in ("failed", "timed out")]
     remaining = [stage.name for stage in stages if stage.name in skipped or results.status(stage.name) == CUT_SHORT]
     if failed:
@@ -217,7 +217,7 @@ def _summary(stages: Sequence[Stage], results: Results, skipped: Sequence[str]) 
 
 
 def run_stage(stage: Stage, results: Results, work: Path, limit_s: float) -> None:
-    """Run a stage to its end or limit, and record its entry; while it runs, its rows are recorded too."""
+    """Run a stage to its end or limit, and record its entry. While it runs, its rows are recorded too."""
     print(f"== {stage.name}", flush=True)
     if stage.json_file is not None:
         stage.json_file.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def _environment(stage: Stage) -> dict[str, str]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and its processes; they are one process group."""
+    """Kill the child and its processes. They are one process group."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait(KILLED_AFTER_S)

@@ -343,7 +343,7 @@ def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iter
 
 
 def _measured_rows(machines: list[Mapping[str, Any]]) -> MeasuredRows:
-    """Return the rows of all stages by stage and name; reports of `moefold bench` and `moefold probe` as rows.
+    """Return the rows of all stages by stage and name. Reports of `moefold bench` and `moefold probe` as rows.
 
     If several machines measured the same row, the last machine counts; its yardsticks identify it.
     """

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 FINISHED = ("passed", "failed", "timed out")
-"""Statuses of a stage that is not run again by the next call; it ran, or reached its own limit."""
+"""Statuses of a stage that is not run again by the next call. It ran, or reached its own limit."""
 CUT_SHORT = "cut short"
-"""Status of a stage that ended with its call or its machine; its rows stay until it is run again."""
+"""Status of a stage that ended with its call or its machine. Its rows stay until it is run again."""
 LEFT_OUT = "left out"
 """Status of a stage whose program or package the machine lacks."""
 YARDSTICKS = ("env", "rates")
@@ -20,7 +20,7 @@ ARCHIVE = "logs.tgz"
 
 
 class UnusableError(Exception):
-    """Error of a call that cannot run any stage; the message is one line."""
+    """Error of a call that cannot run any stage. The message is one line."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Results:
         temporary.replace(self.path)
 
     def unpack_logs(self, work: Path, carried: Path | None) -> None:
-        """Write the logs of earlier calls into the folder of this call; results are valid without them."""
+        """Write the logs of earlier calls into the folder of this call. Results are valid without them."""
         archive = (carried or self.path).with_name(ARCHIVE)
         if not archive.exists():
             return

@@ -1,4 +1,4 @@
-"""Estimate the time of a MoE layer on one H200 from the trace of its CUDA step; nothing is run on a GPU.
+"""Estimate the time of a MoE layer on one H200 from the trace of its CUDA step. Nothing is run on a GPU.
 
     python -m benchmarks.gpu_roofline                 rates, the layers of docs/kernels-cuda.md, their losses
     python -m benchmarks.gpu_roofline --part block    the same with attention and norms
@@ -171,7 +171,7 @@ def flops_rate(event: Event) -> float:
 
 
 def event_seconds(event: Event) -> float:
-    """Return the estimated time of a traced event; host work that the device hides takes none."""
+    """Return the estimated time of a traced event. Host work that the device hides takes none."""
     if event.kind == "wait":
         return RATES["host wait"].value
     if event.kind == "collective":

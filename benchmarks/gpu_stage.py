@@ -30,7 +30,7 @@ TOP_KERNELS = 12
 
 @dataclass
 class Stage:
-    """Device and sizes of a stage, the file of its rows, and wrong results; these fail the stage at its end."""
+    """Device and sizes of a stage, the file of its rows, and wrong results. These fail the stage at its end."""
 
     device: torch.device
     is_tiny: bool
@@ -89,7 +89,7 @@ class Stage:
             torch.cuda.synchronize(self.device)
 
     def peak_gib(self, run: Callable[[], object]) -> float:
-        """Return the peak memory of a run beyond the memory that was allocated before; 0 on a CPU."""
+        """Return the peak memory of a run beyond the memory that was allocated before, or 0 on a CPU."""
         if not self.is_cuda:
             run()
             return 0.0

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PREDICTIONS = Path(__file__).with_name("gpu_predictions.json")
-"""Expected seconds and purpose of each stage of the suite "proof", in their order; predictions of the rows."""
+"""Expected seconds and purpose of each stage of the suite "proof", in their order. Predictions of the rows."""
 LIBRARIES = {"torch": "torch", "numpy": "numpy", "pydantic": "pydantic"}
 """Packages that every stage needs, by module."""
 TEST_LIBRARIES = LIBRARIES | {

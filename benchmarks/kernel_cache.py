@@ -20,11 +20,11 @@ MANIFEST = "manifest.json"
 GROUP = "__grp__"
 """Beginning of the names of files that list the files of a kernel, with absolute paths."""
 PACKED_SUFFIXES = (".cubin", ".json")
-"""Files of an entry that a launch reads; the others are the stages of compilation."""
+"""Files of an entry that a launch reads. The others are the stages of compilation."""
 
 
 def triton_wheel() -> str:
-    """Return the version of Triton and the Python that its wheel is for, as "3.6.0 cp312"; its library has the key."""
+    """Return the version of Triton and the Python that its wheel is for, as "3.6.0 cp312". Its library has the key."""
     try:
         number = version("triton")
     except PackageNotFoundError:
@@ -34,10 +34,10 @@ def triton_wheel() -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compiler of kernels, as far as their keys in the cache depend on it; empty without Triton."""
+    """Compiler of kernels, as far as their keys in the cache depend on it, or empty without Triton."""
 
     code: str = ""
-    """Hash of Triton's files with its compiled library; two builds of one version may differ in it."""
+    """Hash of Triton's files with its compiled library. Two builds of one version may differ in it."""
     ptxas: str = ""
     """Version of the assembler."""
     environment: tuple[tuple[str, str], ...] = ()
@@ -63,7 +63,7 @@ def cached_kernels(folder: Path) -> set[str]:
 
 
 def pack_kernels(folder: Path, archive: Path, capability: int) -> int:
-    """Write the kernels of a cache folder into an archive; return their number."""
+    """Write the kernels of a cache folder into an archive and return their number."""
     names = sorted(cached_kernels(folder))
     compiler = asdict(Compiler.installed(capability))
     manifest = {"triton": triton_wheel(), "compiler": compiler, "capability": capability, "kernels": len(names)}
@@ -96,7 +96,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack_kernels(archive: Path, folder: Path) -> dict[str, Any]:
-    """Write the kernels of an archive into a cache folder; return its manifest.
+    """Write the kernels of an archive into a cache folder and return its manifest.
 
     Raises:
         OSError: the archive cannot be read.
@@ -112,7 +112,7 @@ def unpack_kernels(archive: Path, folder: Path) -> dict[str, Any]:
 
 
 def misfit(manifest: dict[str, Any], capability: int | None) -> str:
-    """Return why the kernels of an archive are not found here; "" if they should be.
+    """Return why the kernels of an archive are not found here, or "" if they should be.
 
     Args:
         manifest: manifest of the archive.

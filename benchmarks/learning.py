@@ -41,13 +41,13 @@ class Experiment:
     overrides: Sequence[str]
 
     def train(self, recipe: str, run: str, *overrides: str) -> float:
-        """Train a recipe from its first step, replacing an interrupted run; return CPU seconds."""
+        """Train a recipe from its first step, replacing an interrupted run. Return CPU seconds."""
         shutil.rmtree(self.folder / run, ignore_errors=True)
         settings = (f"run.dir={self.folder / run}", f"run.seed={self.seed}", *overrides)
         return self._moefold("train", str(RECIPES / recipe), *settings)[1]
 
     def rollout(self, model: str, out: str, *options: str) -> dict[str, Any]:
-        """Sample and score completions; return the summary."""
+        """Sample and score completions. Return the summary."""
         printed, _ = self._moefold(
             "rollout", str(self.folder / model), *options, "--out", str(self.folder / out), "--force"
         )
@@ -78,7 +78,7 @@ class Experiment:
         print(json.dumps(line), flush=True)
 
     def _moefold(self, *arguments: str) -> tuple[str, float]:
-        """Run a command on one thread; return its standard output and its CPU seconds."""
+        """Run a command on one thread and return its standard output and its CPU seconds."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "moefold", *arguments],

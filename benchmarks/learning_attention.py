@@ -63,7 +63,7 @@ VARIANTS = {
         "model.attention.indexer.head_dim=16",
     ),
 }
-"""Overrides of each variant. The first one is the reference; parameters of the others are within 1 % of it."""
+"""Overrides of each variant. The first one is the reference. Parameters of the others are within 1 % of it."""
 MAX_SIZE_DIFFERENCE = 0.01
 """Largest relative difference of the numbers of parameters."""
 
@@ -108,7 +108,7 @@ def _config(name: str, *overrides: str) -> Config:
 
 
 def _train(name: str, seed: int, steps: int, folder: Path) -> tuple[list[tuple[int, float]], float]:
-    """Train one run; return its held-out losses by step, and its CPU seconds."""
+    """Train one run and return its held-out losses by step, and its CPU seconds."""
     run = folder / f"{name.replace(' ', '-').lower()}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     recipe = folder / "empty.toml"

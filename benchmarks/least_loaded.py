@@ -92,7 +92,7 @@ def measure_dispatchers(
     groups: ParallelGroups,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[DispatchMeasurement]:
-    """Time the dispatchers in interleaved rounds under each skew. Collective; the result is equal on every rank.
+    """Time the dispatchers in interleaved rounds under each skew. Collective. The result is equal on every rank.
 
     Args:
         workload: sizes of the layer.
@@ -134,7 +134,7 @@ class _SkewedLayer:
         self.gather([0.0])
 
     def step(self) -> Sequence[int]:
-        """Run forward and backward; return the routed tokens of each expert computed on this rank."""
+        """Run forward and backward. Return the routed tokens of each expert computed on this rank."""
         rows, plan = self._dispatcher.dispatch(self._x, self._routing_map)
         y = self._experts(ExpertInput(rows, plan.tokens_per_expert, migration=self._dispatcher.migration(plan)))
         y = self._dispatcher.combine(y, plan)
@@ -217,7 +217,7 @@ def _experts(workload: SkewedWorkload, count: int) -> Experts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print its tables; return 0, and 2 for wrong options."""
+    """Run the benchmark and print its tables. Return 0, and 2 for wrong options."""
     return run_program(_run, _parser(), argv)
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moefold.config.chunk_sizes import LINEAR_CHUNK_SIZE
 from moefold.ops.cpu.linear_attention import CLinearAttention
-from moefold.ops.linear_attention import CHUNK_SIZE, ChunkedLinearAttention, l2_normalize
+from moefold.ops.linear_attention import ChunkedLinearAttention, l2_normalize
 
 
 def main() -> int:
@@ -30,7 +31,9 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs=2, default=[4, 8], help="key and value heads (default 4 8)")
     parser.add_argument("--size", type=int, default=64, help="width of keys and values (default 64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--chunk-size", type=int, default=CHUNK_SIZE, help=f"tokens of a chunk (default {CHUNK_SIZE})")
+    parser.add_argument(
+        "--chunk-size", type=int, default=LINEAR_CHUNK_SIZE, help=f"tokens of a chunk (default {LINEAR_CHUNK_SIZE})"
+    )
     parser.add_argument("--without", nargs="*", default=[], choices=("transformers", "torch", "C"), help="not measured")
     args = parser.parse_args()
     torch.set_num_threads(1)

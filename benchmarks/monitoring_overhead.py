@@ -50,7 +50,7 @@ class _MonitoringSwitch:
         }
 
     def step(self, kind: str) -> tuple[float, float]:
-        """Train a step of a kind; return its wall time and the CPU time of all ranks."""
+        """Train a step of a kind and return its wall time and the CPU time of all ranks."""
         recorder = self._trainer.groups.recorder
         if kind == NO_RECORDER:
             recorder.set_phase = recorder.record_collective = lambda *args: None  # type: ignore[assignment,method-assign]
@@ -67,7 +67,7 @@ class _MonitoringSwitch:
 
 
 def _count_records(trainer: RankTrainer) -> tuple[int, int]:
-    """Train a step; return the number of collectives and phases in this rank's flight recorder."""
+    """Train a step and return the number of collectives and phases in this rank's flight recorder."""
     recorder = trainer.groups.recorder
     before = sum(recorder.snapshot().counts.values())
     trainer.step(2 * trainer.num_steps + 1)

@@ -228,9 +228,7 @@ class _MethodTrainer:
         self._world = groups.world
         model = parallelize(cfg, groups)
         sampler = DrawnDocuments(samples, cfg.model.vocab_size)
-        self._batch = BatchSharder(sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(
-            0
-        )
+        self._batch = BatchSharder(sampler, cfg.batch_shape, groups, model.positions).batch(0)
         self._training = TrainingStep(model, cfg)
         self._num_steps = 0
         self.attention_cpu_s: list[float] = []

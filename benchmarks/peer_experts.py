@@ -26,11 +26,12 @@ from moefold.config.schema import Config
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.local_param import local_tensor
 from moefold.model.weight_init import init_weights
 from moefold.parallel.inference_model import InferenceModel
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 WAYS = ("exchange", "fetch", "whole")
 MAX_NEW = 512
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--row-ms", type=float, default=0.0, help="pause after a pass for each of its rows")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each way, in turn")
     args = parser.parse_args()
-    pool = WorkerPool()
+    pool = WorkerPool(PRELOAD)
     times: dict[str, list[list[RankResult]]] = {method: [] for method in WAYS}
     for _ in range(args.rounds):
         for method in WAYS:

@@ -28,13 +28,14 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import set_aside_process_groups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
+from moefold.launch.rank_pool import WorkerPool
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=12"]
 LARGE = ["model.hidden_size=512", "model.layers=8", "model.ffn.moe.intermediate_size=1024"]
@@ -55,9 +56,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(
-        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
-    ).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
     boxes = local_boxes(state)
     snapshots = PeerSnapshots()
@@ -108,7 +107,7 @@ def main() -> None:
         for mapping in (args.mapping, f"{args.mapping} world_size=3 ep=1")
     )
     with tempfile.TemporaryDirectory() as folder:
-        seconds, state_bytes, snapshot_bytes = WorkerPool().run(
+        seconds, state_bytes, snapshot_bytes = WorkerPool(PRELOAD).run(
             cfg.parallel.world_size, _measure, cfg, after, args.rounds, folder, timeout_s=600
         )[0]
     print(f"rank 0: state {state_bytes / 1e6:.2f} MB, snapshots {snapshot_bytes / 1e6:.2f} MB in host memory")

@@ -24,6 +24,7 @@ from moefold.comm.comm_timer import CommTimer
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_schedule import MicroBatch, PipelineMessages, PipelineSchedule
@@ -33,7 +34,7 @@ from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.message_plan import plan_messages
 from moefold.topology.schedules import runtime_slots, schedule_named, schedule_rows, stage_ranks
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 TimeSpans = list[tuple[float, float]]
 
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="steps, of which the best is reported (default 3)")
     options = parser.parse_args()
     unit = options.unit_ms / 1000
-    pool = WorkerPool()
+    pool = WorkerPool(PRELOAD)
     equal = Times(unit, unit, unit)
     unequal = replace(equal, input_gradient=1.5 * unit, weight_gradient=0.5 * unit)
     print(f"p={options.pp} ranks, m={options.micro_batches} micro-batches, unit {options.unit_ms:g} ms\n")

@@ -16,7 +16,7 @@ from moefold.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plot a report; return 0, or 2 if the file is not a report."""
+    """Plot a report and return 0, or 2 if the file is not a report."""
     return run_program(_run, _parser(), argv)
 
 

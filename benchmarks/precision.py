@@ -40,7 +40,7 @@ COLOURS = {
     "mxfp8": "#2a9d6f",
     "nvfp4": "#d1495b",
 }
-"""float32 has GEMMs of higher precision than the baseline; its difference shows the effect of only rounding."""
+"""float32 has GEMMs of higher precision than the baseline. Its difference shows the effect of only rounding."""
 HALF_WINDOW = 5
 """Steps on each side in the moving average of the curves."""
 END_PART = 10

@@ -16,7 +16,7 @@ from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, refuse
 def run_program(
     run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
-    """Run a program with arguments (None: the process's); return its exit status, 2 for wrong options."""
+    """Run a program with arguments (None: the process's) and return its exit status, 2 for wrong options."""
     args = parser.parse_args(argv)
     try:
         return run(args)

@@ -201,7 +201,7 @@ class _RankTrainer:
         for stage in model.stages:
             self._wrap_kernels(stage)
         self._training = TrainingStep(model, cfg)
-        self._batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+        self._batches = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         self._batch_size = cfg.train.global_batch_size
         self._num_steps = 0
 

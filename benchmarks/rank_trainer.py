@@ -37,7 +37,7 @@ class RankTrainer:
         self.groups = groups
         self.training = TrainingStep(model, cfg)
         self.num_steps = 0
-        self._batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+        self._batches = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         self._batch_size = cfg.train.global_batch_size
 
     def step(self, number: int = 0, delay_s: float = 0.0) -> tuple[float, StepResult]:

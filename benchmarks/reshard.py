@@ -26,12 +26,13 @@ from moefold.checkpoint.save_load import load_weights, write_checkpoint
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.launch.rank_pool import WorkerPool
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.reshard import TransferStats, WeightTransfer
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.verify import PRELOAD
 
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1"]
 TRAIN = "world_size=4 tp=2 cp=1 pp=1 ep=2 zero=1"
@@ -93,7 +94,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         arguments = (train, sample, args.rounds, args.scratch_mib << 20, folder)
-        results = WorkerPool().run(train.parallel.world_size, _measure, *arguments, timeout_s=600)
+        results = WorkerPool(PRELOAD).run(train.parallel.world_size, _measure, *arguments, timeout_s=600)
     seconds, plan_s, stats, numel = results[0]
     print(f"{numel / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.buckets} buckets")
     for rank, (_, _, traffic, _) in enumerate(results):

@@ -100,7 +100,7 @@ def sweep_experts(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print its tables; return 0, and 2 for wrong options."""
+    """Run the benchmark and print its tables. Return 0, and 2 for wrong options."""
     return run_program(_run, _parser(), argv)
 
 

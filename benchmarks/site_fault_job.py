@@ -103,7 +103,7 @@ class Injector:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the site; returns the exit status of `moefold`."""
+    """Run the site and return the exit status of `moefold`."""
     fault, step, folder, *command = words
     if fault not in ("none", *FAULTS):
         raise SystemExit(f"FAULT={fault!r} must be none or one of {', '.join(FAULTS)}")

@@ -120,7 +120,7 @@ class Trial:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def wait(self, condition: Callable[[], bool]) -> float:
-        """Wait until a condition holds; return the time."""
+        """Wait until a condition holds and return the time."""
         deadline_s = time.monotonic() + WAIT_S
         while not condition():
             has_ended = bool(self.sites) and all(site.poll() is not None for site in self.sites.values())
@@ -343,7 +343,7 @@ FAULTS: dict[str, Callable[[Trial], Outcome]] = {
 
 
 def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]:
-    """Run a trial; return message, pause, skipped rounds of site 0 and the relative difference of the last loss."""
+    """Run a trial and return message, pause, skipped rounds of site 0 and the relative difference of the last loss."""
     with tempfile.TemporaryDirectory() as temporary, switch(COUNT) as names:
         trial = Trial(Path(temporary), names)
         try:
@@ -369,7 +369,7 @@ def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]
 
 
 def main() -> int:
-    """Print the table; return 1 if a loss differs from the loss of the plan."""
+    """Print the table and return 1 if a loss differs from the loss of the plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="run only faults whose name matches")
     args = parser.parse_args()

@@ -45,7 +45,7 @@ timeout_s = 600
 
 @contextmanager
 def cable(bytes_per_s: float) -> Iterator[list[str]]:
-    """Create two network namespaces joined by a cable of a rate in both directions; yield their names."""
+    """Create two network namespaces joined by a cable of a rate in both directions and yield their names."""
     names = [f"moefold{os.getpid()}{letter}" for letter in "ab"]
     rate = f"{round(8 * bytes_per_s)}bit"
     limit = ("rate", rate, "burst", "32kb", "latency", "200ms")

@@ -1,4 +1,4 @@
-"""Sites on network namespaces of this machine: hosts around a switch. Needs root; changes nothing outside of them."""
+"""Sites on network namespaces of this machine: hosts around a switch. Needs root. Changes nothing outside of them."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def start(name: str, program: Sequence[str], log: Path, **variables: str) -> sub
 
 @contextmanager
 def meeting_point(host: str, folder: Path) -> Iterator[Path]:
-    """Run a meeting point on a host; yield the file of its secret."""
+    """Run a meeting point on a host and yield the file of its secret."""
     secret = folder / "secret.txt"
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o600)

@@ -27,7 +27,7 @@ _MAX_PACKET_BYTES = 2**16
 
 @contextmanager
 def slow_link(bytes_per_s: float, latency_s: float, queue_s: float = 1.0) -> Iterator[list[str]]:
-    """Create the namespaces of two hosts and the link between them; yield their names.
+    """Create the namespaces of two hosts and the link between them, and yield their names.
 
     A thread for each direction reads packets from the TUN device of a host, and writes them to the device of the other
     host when a link of that rate and latency would deliver them.

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, float]:
-    """Train some steps; return the largest peak, and medians of the other columns, without the first step."""
+    """Train some steps and return the largest peak, and medians of the other columns, without the first step."""
     torch.set_num_threads(1)
     model = edit_model(
         ModelConfig(),

@@ -65,7 +65,7 @@ class PartTime:
 
     @property
     def gap(self) -> float:
-        """Measured time over roofline time; NaN without a roofline time."""
+        """Measured time over roofline time. NaN without a roofline time."""
         return self.seconds / self.floor_s if self.floor_s else float("nan")
 
 
@@ -308,7 +308,7 @@ class StepBreakdown:
         return model.to(self._device)
 
     def _route(self, x_TH: Tensor) -> Tensor:
-        """Run the router with its auxiliary losses; return a scalar for the backward pass."""
+        """Run the router with its auxiliary losses and return a scalar for the backward pass."""
         moe = self._moe
         positions = self._positions
         routing = moe.router(x_TH, positions)
@@ -327,7 +327,7 @@ class StepBreakdown:
 def _forward_backward(
     forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module | None, probs: Tensor | None = None
 ) -> Callable[[], object]:
-    """Return a function that runs forward and backward; gradients of x, the module and `probs` are not accumulated."""
+    """Return a function that runs forward and backward. Gradients of x, the module and `probs` are not accumulated."""
     leaf = x.detach().requires_grad_()
     # Allocated once: the output gradient is the work of the following part.
     grad = torch.ones_like(forward(leaf))
@@ -370,7 +370,7 @@ class RepeatedStep:
 def repeat_short_step(
     step: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter
 ) -> RepeatedStep:
-    """Repeat a step inside one wait for the device until it takes about `MIN_TIMED_S`; runs it twice to find out."""
+    """Repeat a step inside one wait for the device until it takes about `MIN_TIMED_S`. Runs it twice to find out."""
     single = synchronized(step, device)
     # Compiles.
     single()

@@ -41,7 +41,7 @@ def _cpu_load(count: int) -> Iterator[None]:
 
 
 def _measure_phase(trainer: RankTrainer, steps: int, factor: float) -> np.ndarray:
-    """Return the times of all ranks in each step, [steps, ranks, 3]; SLOW_RANK computes `factor` times as long."""
+    """Return the times of all ranks in each step, [steps, ranks, 3]. SLOW_RANK computes `factor` times as long."""
     rank = trainer.groups.rank
     delay_s = 0.0
     times = []

@@ -4,5 +4,5 @@ import os
 
 
 def processor_s() -> float:
-    """Processor time of this process and of all its children that ended, s; waiting costs none."""
+    """Processor time of this process and of all its children that ended, s. Waiting costs none."""
     return sum(os.times()[:4])

@@ -85,9 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def fresh_pool() -> object:
     """Forks gloo ranks from a process that imported torch once; each call has new ranks."""
-    from moefold.verify.ranks.pool import WorkerPool
+    from moefold.launch.rank_pool import WorkerPool
+    from moefold.verify import PRELOAD
 
-    return WorkerPool(preload=["tests.preload"])
+    return WorkerPool([*PRELOAD, "tests.preload"])
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class Hub:
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
-    """By name; data sets as datasets/ORG/NAME."""
+    """By name. Data sets as datasets/ORG/NAME."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     """Files that were sent through LFS, by SHA-256."""
     requests: list[str] = field(default_factory=list)

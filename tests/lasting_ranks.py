@@ -24,8 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moefold.launch.rank_pool import WorkerPool, _collect, _worker_main
 from moefold.progress import ignore_progress
-from moefold.verify.ranks.pool import WorkerPool, _collect, _worker_main
+from moefold.verify import PRELOAD
 
 MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
@@ -70,7 +71,7 @@ class LastingRanks(WorkerPool):
     """
 
     def __init__(self) -> None:
-        super().__init__(preload=["tests.preload"])
+        super().__init__(preload=[*PRELOAD, "tests.preload"])
         self._ranks: dict[int, Ranks] = {}
         # Sites call from threads, and `_fork` reads the attribute that `_start` sets.
         self._starting = threading.Lock()

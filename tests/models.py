@@ -55,7 +55,7 @@ def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
-    """Return a model with other settings, see `moefold.config.edit`; columns change its layers."""
+    """Return a model with other settings, see `moefold.config.edit`. Columns change its layers."""
     found = joined_layers(settings, model.layers)
     if isinstance(found.get("layers"), int):
         # There, a number keeps the kinds that the layers have.

@@ -51,6 +51,6 @@ ignore_speed()
 leave_out_plots()
 shorten_sharding()
 torch.set_num_threads(1)
-# As in moefold.verify.ranks.preload.
+# As in moefold.verify.preload.
 gc.collect()
 gc.freeze()

@@ -1,3 +1,5 @@
+"""Files, JSON, TOML and lines are read up to a limit, in time proportional to their size."""
+
 import io
 import tomllib
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Another number of ranks changes dp and edp only, or is refused with the numbers that fit."""
+
 from dataclasses import replace
 
 import pytest

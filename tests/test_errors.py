@@ -1,3 +1,5 @@
+"""Errors have a problem with fields, and the names that their caller gives to settings."""
+
 import ast
 import importlib
 import pickle

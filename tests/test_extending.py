@@ -13,6 +13,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
+from moefold.launch.rank_pool import WorkerPool
 from moefold.metrics.reader import read_steps
 from moefold.parallel.parallelize import parallelize
 from moefold.parts.schedule import CsvSchedule
@@ -21,7 +22,6 @@ from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from moefold.verify.oracle_objectives import objective_of
-from moefold.verify.ranks.pool import WorkerPool
 from tests.docs.extending_page import PAGE, blocks, register
 from tests.slow import slow
 from tests.verify.recipes import tiny
@@ -52,7 +52,7 @@ def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch
     extension = sys.modules["extension"]
     groups = create_groups(cfg)
     model = parallelize(cfg, groups, extension.PolicyGradientLoss())
-    batches = BatchSharder(extension.Rollouts(), cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    batches = BatchSharder(extension.Rollouts(), cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     steps = [training.run(batches.batch(4 * i), i + 1) for i in range(2)]
     return [step.loss_terms for step in steps], gather_full_tensors(model)

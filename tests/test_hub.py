@@ -26,7 +26,7 @@ FILES = {
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Run the server, with one model, one gated model and one data set; this process uses it with an empty cache."""
+    """Run the server, with one model, one gated model and one data set. This process uses it with an empty cache."""
     from huggingface_hub import constants
 
     with hub_server() as server:
@@ -227,7 +227,7 @@ def test_a_public_repository_needs_the_option(hub: Hub, folder, monkeypatch):
 
 
 def test_a_dry_run_lists_the_files(hub: Hub, folder, capsys):
-    """A folder of adapters as well; the hub is not asked."""
+    """A folder of adapters as well. The hub is not asked."""
     for name in ("config.json", "adapter_config.json"):
         (folder / "config.json").rename(folder / name)
         assert main(["push", str(folder), "hf://me/new", "--dry-run"]) == 0

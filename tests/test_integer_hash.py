@@ -1,3 +1,5 @@
+"""Integer hashes equal the published generator, for scalars and arrays, and are even."""
+
 import numpy as np
 
 from moefold.integer_hash import draw_bits, hash_ints, splitmix64

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.verify.ranks.pool import WorkerError
+from moefold.launch.rank_pool import WorkerError
 
 
 def _draw(word: str) -> tuple[int, float, str | None]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from hypothesis import settings
 
 from moefold.cli.main import main
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.launch.rank_pool import WorkerPool
+from moefold.verify import PRELOAD
 from tests.e2e.command import small, train
 from tests.train.tiny_runs import recipe, train_rank
 
@@ -15,7 +16,7 @@ def _speed_and_missing_modules() -> tuple[object, set[str]]:
     found = set(sys.modules)
     from tests.preload import MODULES
 
-    return settings().deadline, {*MODULES, "tests.preload", "moefold.parts.wire"} - found
+    return settings().deadline, {*MODULES, *PRELOAD, "tests.preload", "moefold.parts.wire"} - found
 
 
 def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(fresh_pool: WorkerPool) -> None:

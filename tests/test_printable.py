@@ -1,3 +1,5 @@
+"""Text of files and users cannot control a terminal, and is else printed unchanged."""
+
 import ast
 import logging
 import pickle

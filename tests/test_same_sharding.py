@@ -2,12 +2,21 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.same_sharding import ADDS, KEEPS, general_sharding, same_sharding, short_or_general
+from tests.e2e.command import ROOT
+from tests.same_sharding import (
+    ADDS,
+    ASK_TORCH,
+    KEEPS,
+    general_sharding,
+    same_sharding,
+    short_or_general,
+    shorten_sharding,
+)
 
 PLACEMENTS = (
     (Replicate(), Replicate()),
@@ -44,10 +53,20 @@ def _differing() -> list[str]:
     other = OpSchema(ADDS, (sharded, replicated), {})
     if same_sharding(other) is not None or not short_or_general(other).needs_redistribute:
         found.append(f"{other}: {same_sharding(other)}")
-    propagate = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
     return found + ([] if propagate is short_or_general else ["the ranks ask torch"])
 
 
 @pytest.mark.parity
 def test_the_short_answers_equal_torch(pool):
     assert pool.run(2, _differing) == [[], []]
+
+
+def test_ranks_of_the_core_of_parity_ask_torch(monkeypatch):
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    before = propagator.propagate_op_sharding_non_cached
+    monkeypatch.setenv(ASK_TORCH, "1")
+    shorten_sharding()
+    assert propagator.propagate_op_sharding_non_cached == before
+    recipe = (ROOT / "Makefile").read_text().partition("\nparity-core:")[2].partition("\n\n")[0]
+    assert f"\n\t{ASK_TORCH}=1 $(PYTEST) " in recipe

@@ -1,3 +1,5 @@
+"""A short run of any recipe shortens its warm-up and decay."""
+
 from pathlib import Path
 
 import pytest

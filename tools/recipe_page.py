@@ -1,6 +1,7 @@
 """Page of all recipe keys: `python -m tools.recipe_page > docs/recipe.md`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from textwrap import TextWrapper
 
@@ -31,8 +32,8 @@ def recipe_page() -> str:
         "`learning_rate` is `train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The",
         "anchor of a key is its name: `recipe.md#train.lr`.",
         "",
-        "A key that chooses a part takes a kind, or a table with `kind` and its settings, which follow the key",
-        'on this page: `optimizer = "muon"`, or `optimizer = { kind = "muon", momentum = 0.9 }`. On the command line',
+        "A key that chooses a part takes a kind, or a table with `kind` and its settings, which are a table below",
+        'the key: `optimizer = "muon"`, or `optimizer = { kind = "muon", momentum = 0.9 }`. On the command line',
         "`train.optimizer.momentum=0.9` sets one of them, and `train.optimizer=adamw` keeps those that AdamW has too.",
         "`moefold recipe upgrade FILE` brings a recipe of an earlier version into this form, with its comments.",
         "",
@@ -42,8 +43,11 @@ def recipe_page() -> str:
         names_elsewhere.setdefault(ours, []).append(theirs)
     for section in sections():
         lines += [f"## [{section}]", "", section_help(section), ""]
-        for key in recipe_keys(section):
-            lines += _entry(key, names_elsewhere.get(key.name, []))
+        keys = recipe_keys(section)
+        for key in keys:
+            if key.name.count(".") == 1:
+                lines += _entry(key, names_elsewhere)
+                lines += _settings_of(key, keys, names_elsewhere)
     lines += [
         "## Largest values",
         "",
@@ -65,30 +69,56 @@ def recipe_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
+def _entry(key: RecipeKey, names_elsewhere: dict[str, list[str]]) -> list[str]:
     """Return the lines of a key on the page: anchor, type and default, help, names in other software."""
-    meaning = key.help.replace("*", r"\*")
-    if elsewhere:
-        meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
-    kinds = f"Of {', '.join(f'`{kind}`' for kind in key.kinds)}. " if key.kinds else ""
-    head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; {f'default `{key.default}`' if key.default else 'required'}."
+    kind = f"{key.type[0].upper()}{key.type[1:]}; {_default(key)}."
     filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
-    lines = [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
-    return lines + [line for kind, text in key.choices for line in _choice(kind, text)] + [""] * bool(key.choices)
+    meaning = _prose(filled.wrap(_meaning(key, names_elsewhere)))
+    return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(kind), "", *meaning, "", *_choices(key)]
 
 
-def _choice(kind: str, text: str) -> list[str]:
-    """Return the lines of a kind in the list of the kinds of a key."""
-    linked = re.sub(r"\bdocs/([a-z0-9-]+\.md)", r"[\1](\1)", text.replace("*", r"\*"))
-    wrapped = TextWrapper(
-        PAGE_WIDTH, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    ).wrap(f"`{kind}`: {linked}")
-    return [wrapped[0], *("  " + line for line in _prose([line[2:] for line in wrapped[1:]]))]
+def _choices(key: RecipeKey) -> list[str]:
+    """Return the list of the kinds that a key may name; empty if it chooses no part."""
+    filled = TextWrapper(PAGE_WIDTH, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
+    lines: list[str] = []
+    for kind, text in key.choices:
+        linked = re.sub(r"\bdocs/([a-z0-9-]+\.md)", r"[\1](\1)", text.replace("*", r"\*"))
+        lines += _prose(filled.wrap(f"`{kind}`: {linked}"))
+    return [*lines, ""] if lines else []
+
+
+def _settings_of(key: RecipeKey, keys: Sequence[RecipeKey], names_elsewhere: dict[str, list[str]]) -> list[str]:
+    """Return the table of the settings of a key, and the tables of those that have settings themselves."""
+    settings = [other for other in keys if other.name.rpartition(".")[0] == key.name]
+    if not settings:
+        return []
+    lines = [f"| setting of `{key.name}` | type | meaning |", "| --- | --- | --- |"]
+    all_kinds = re.findall(r"'([\w-]+)'", key.type)
+    for setting in settings:
+        kinds = "" if sorted(setting.kinds) == sorted(all_kinds) else ", ".join(f"`{kind}`" for kind in setting.kinds)
+        meaning = f"{f'Of {kinds}. ' if kinds else ''}{_meaning(setting, names_elsewhere)}"
+        name = f'<a id="{setting.name}"></a>`{setting.name.rpartition(".")[2]}`'
+        lines.append(f"| {name} | {setting.type}; {_default(setting)} | {meaning} |")
+    lines.append("")
+    for setting in settings:
+        lines += [f"Kinds of `{setting.name}`:", "", *_choices(setting)] if setting.choices else []
+        lines += _settings_of(setting, keys, names_elsewhere)
+    return lines
+
+
+def _default(key: RecipeKey) -> str:
+    return f"default `{key.default}`" if key.default else "required"
+
+
+def _meaning(key: RecipeKey, names_elsewhere: dict[str, list[str]]) -> str:
+    """Return the help of a key, with its names in other software."""
+    elsewhere = ", ".join(f"`{name}`" for name in names_elsewhere.get(key.name, ()))
+    return key.help.replace("*", r"\*") + (f" Elsewhere: {elsewhere}." if elsewhere else "")
 
 
 def _prose(lines: list[str]) -> list[str]:
     """Escape characters that would begin a list or a quotation at the start of a line."""
-    return [re.sub(r"^(\d*)([-+>.)] )", r"\1\\\2", line) for line in lines]
+    return [re.sub(r"^(\s*\d*)([-+>.)] )", r"\1\\\2", line) for line in lines]
 
 
 def _keys_by_max() -> dict[int, list[str]]:

@@ -1,4 +1,4 @@
-"""Inject faults by signal into a Python process whose PYTHONPATH has this folder; Python imports the file at startup.
+"""Inject faults by signal into a Python process whose PYTHONPATH has this folder. Python imports the file at startup.
 
 SIGUSR1: the main thread sleeps, as if it waited for a slow disk. SIGUSR2: it hangs inside the kernel for a minute.
 """

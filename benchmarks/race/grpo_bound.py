@@ -26,7 +26,7 @@ TRIALS = 5
 
 
 def forward_gemms(model: ModelConfig, rows: int, drawn: int) -> Counter[Shape]:
-    """Return the GEMMs of a forward pass; all rows choose the same experts, which is the cheapest choice.
+    """Return the GEMMs of a forward pass. All rows choose the same experts, which is the cheapest choice.
 
     Core attention and routers are left out.
 

@@ -26,7 +26,7 @@ MIN_AGREEING_FRACTION = 0.99
 
 
 class PeerUnavailableError(Exception):
-    """Error for a peer that cannot be compared; the message is the reason."""
+    """Error for a peer that cannot be compared. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Peer:
 
     @property
     def title(self) -> str:
-        """Name and version for the table; the peer must be installed."""
+        """Name and version for the table. The peer must be installed."""
         return f"{self.name} {version(self.name)}"
 
 

@@ -33,7 +33,7 @@ MAX_GRAD_NORM = 1.0
 def training_step(
     model: nn.Module, loss: Callable[[], Tensor], lr: float, masters: list[Tensor] | None, clip: float | None = None
 ) -> Callable[[], float]:
-    """Return forward, backward and AdamW of torch; on float32 master weights, if they are given.
+    """Return forward, backward and AdamW of torch. On float32 master weights, if they are given.
 
     Args:
         model: the module whose parameters are trained.

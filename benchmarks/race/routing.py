@@ -4,5 +4,5 @@ from moefold.config.model import ModelConfig
 
 
 def softmax_kind(model: ModelConfig) -> str:
-    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    """Return the kind of the routing weights of a softmax router, or empty for other routers."""
     return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

@@ -89,7 +89,7 @@ class Turns:
         self._say({"ready": True})
 
     def begin(self) -> str:
-        """Wait for a turn and return its scenario; after the last turn, end the process."""
+        """Wait for a turn and return its scenario. After the last turn, end the process."""
         line = sys.stdin.readline()
         if not line.startswith("go"):
             os._exit(0)

@@ -33,7 +33,7 @@ from moefold.launch.ranks import init_distributed, spawn_ranks
 from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
 
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
-"""Experts implementations of transformers for training; the faster one is compared.
+"""Experts implementations of transformers for training. The faster one is compared.
 
 batched_mm is left out: it copies the experts' weights for each token (23 GiB at the small shape) and is slower.
 """

@@ -22,7 +22,7 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
-    """Return the reason why the baseline cannot compute a model; "" if it can."""
+    """Return the reason why the baseline cannot compute a model, or "" if it can."""
     if (
         model.ffn.moe.router.kind != "softmax"
         or model.ffn.moe.router.num_groups > 1
@@ -86,7 +86,7 @@ class TorchBaseline:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + aux
 
     def stack(self, model: Transformer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run all layers on hidden states [B, S, H]; return the output and the sum of the load-balancing losses."""
+        """Run all layers on hidden states [B, S, H]. Return the output and the sum of the load-balancing losses."""
         total = torch.zeros((), device=x.device)
         blocks: Any = model.layers.values()
         for block in blocks:
@@ -97,7 +97,7 @@ class TorchBaseline:
         return x, total
 
     def layer(self, moe: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one MoE layer on [..., H]; return the output and its load-balancing loss."""
+        """Run one MoE layer on [..., H]. Return the output and its load-balancing loss."""
         model = self._cfg.model
         x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: navigation from docs/README.md, generated pages, links that leave docs/.
+"""Hooks of the documentation site: navigation from docs/index.md, generated pages, links that leave docs/.
 
 The pages in docs/ are plain Markdown that a code host renders too. These hooks do what only the site needs.
 """
@@ -24,7 +24,7 @@ HEADING = re.compile(r"^#{1,6} ")
 LIST_ITEM = re.compile(r"^(\s*)([*-]|\d+\.) +\S")
 PAGES_OF_FILES = {
     "README.md": "index.md",
-    "docs/README.md": "pages.md",
+    "docs/README.md": "documentation.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
@@ -46,28 +46,28 @@ TABS = {
     "How it works": "Internals",
     "Measurements": "Internals",
 }
-"""The tab of the site under which the pages of a section of docs/README.md stand."""
+"""The tab of the site under which the pages of a section of docs/index.md stand."""
 
 
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
-    """Append the pages that docs/README.md lists to the navigation, below those that mkdocs.yml lists."""
+    """Append the pages that docs/index.md lists to the navigation, below those that mkdocs.yml lists."""
     if str(ROOT / "src") not in sys.path:
         sys.path.insert(0, str(ROOT / "src"))
     listed = set(_paths_of(config.nav))
     tabs: dict[str, list[object]] = {}
-    for section, paths in _sections_of_readme():
+    for section, paths in _sections_of_index():
         pages = [path for path in paths if path not in listed]
         listed.update(pages)
         if pages:
             tabs.setdefault(TABS[section], []).append({section: pages})
     nav = [
-        {"Guides": [{"All pages and features": "pages.md"}, *tabs["Guides"]]},
+        {"Guides": tabs["Guides"]},
         {"Reference": [*next(iter(tabs["Reference"][0].values())), PYTHON_PAGE, FILES_PAGE]},
         {
             "Internals": [
                 *tabs["Internals"],
                 {"Design notes": ["design/README.md"]},
-                {"Project": ["contributing.md", "changelog.md"]},
+                {"Project": ["contributing.md", "documentation.md", "changelog.md"]},
             ]
         },
     ]
@@ -84,8 +84,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     renamed = set(PAGES_OF_FILES) - {"README.md"}
     pages = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | renamed
-    linked = {found for path in pages for found in _linked_files(path, (ROOT / path).read_text())}
-    others = {path for path in linked if not path.startswith("docs/") and path != "README.md"}
+    others = files_of_links(pages)
     shown = {path for path in others if _page_of(path) == FILES_PAGE}
     for path in sorted((others | renamed) - shown):
         files.append(File.generated(config, _page_of(path), content=(ROOT / path).read_text()))
@@ -106,7 +105,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
         return _log_index(markdown)
     if uri.startswith("log/"):
         return adapt(markdown, "docs/log.md", uri)
-    # The anchor of a recipe key is the heading's own, so that the search finds each key by itself.
+    # The anchor of a recipe key is the heading's own, so that the search finds the key by itself.
     markdown = KEY_HEADING.sub(r"### \2 { #\1 }", markdown)
     names = {site: path for path, site in PAGES_OF_FILES.items() if path != "README.md"}
     if uri in names:
@@ -176,6 +175,20 @@ def _page_of(path: str) -> str:
 
 def _anchor_of(path: str) -> str:
     return re.sub(r"[/.]", "-", path)
+
+
+def files_of_links(pages: set[str]) -> set[str]:
+    """Return the files outside docs/ that pages link to, and those that such a file links to if it is a page."""
+    found: set[str] = set()
+    waiting = sorted(pages)
+    while waiting:
+        path = waiting.pop()
+        for target in _linked_files(path, (ROOT / path).read_text()):
+            if not target.startswith("docs/") and target != "README.md" and target not in found:
+                found.add(target)
+                if target.endswith(".md") and target not in pages:
+                    waiting.append(target)
+    return found
 
 
 def _linked_files(path: str, markdown: str) -> Iterator[str]:
@@ -254,9 +267,9 @@ def _python_page() -> str:
     return "\n".join(lines)
 
 
-def _sections_of_readme() -> Iterator[tuple[str, list[str]]]:
-    """Yield each section of docs/README.md that lists pages, and the pages."""
-    text = (ROOT / "docs/README.md").read_text()
+def _sections_of_index() -> Iterator[tuple[str, list[str]]]:
+    """Yield each section of docs/index.md that lists pages, and the pages."""
+    text = (ROOT / "docs/index.md").read_text()
     for part in text.split("\n## ")[1:]:
         heading, _, body = part.partition("\n")
         if heading in TABS:

@@ -24,7 +24,7 @@ BOOSTS = (
     ("contributing.html", 0.1),
 )
 """Factor of the rank of the pages whose address begins so; 1 for others."""
-LEFT_OUT = ("log.html", "log/", "files.html", "tests/", "benchmarks/", "pages.html")
+LEFT_OUT = ("log.html", "log/", "files.html", "tests/", "benchmarks/", "documentation.html")
 WORDS = {
     "how-to/run-out-of-memory.html": ("oom", "out of memory", "cuda memory", "killed", "sigkill"),
     "how-to/change-the-mapping.html": ("tensor parallel", "degrees", "mapping", "resume", "reshard", "another cluster"),
@@ -49,7 +49,8 @@ WORDS = {
     "checkpoints.html": ("checkpoint", "save"),
     "board.html": ("board", "tensorboard", "wandb", "dashboard", "curves"),
     "silent-faults.html": ("nan", "loss spike", "divergence"),
-    "failures.html": ("watchdog", "crash", "preemption"),
+    "failures.html": ("watchdog", "crash"),
+    "elastic.html": ("preemption", "elastic", "fewer nodes"),
     "fp8.html": ("fp8", "float8", "low precision"),
     "pipeline.html": ("pipeline", "zero bubble", "1f1b", "dualpipe"),
     "metrics.html": ("metrics", "mfu", "tokens per second", "perplexity"),

@@ -16,7 +16,7 @@ from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from tests.architecture.imports import imports_torch
-from tests.parts.formula_rule import check_formula
+from tests.parts.formula_rule import assert_formula
 
 PROJECT = Path(__file__).parents[1]
 KINDS = [(group, kind) for group, kinds in EXPERIMENTS.items() for kind in kinds]
@@ -38,7 +38,7 @@ def test_the_package_imports_no_experiment():
 def test_a_formula_stands_by_itself_and_reads_each_field(group, kind):
     part = find_part(group, kind)
     assert kind_of(part) == kind
-    check_formula(part)
+    assert_formula(part)
 
 
 def test_parts_are_read_without_torch():

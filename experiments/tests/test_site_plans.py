@@ -10,8 +10,8 @@ from moefold.planner.sites import TARGET, RoundSettings, RoundVolume, SiteCost, 
 from moefold_experiments.co2.part import CO2
 from moefold_experiments.sparseloco.part import SparseLoCo
 from moefold_experiments.spes.part import SPES
-from tests.cost.random_mappings import check_every_byte, random_config
-from tests.cost.site_bytes import MODELS, check_bytes
+from tests.cost.random_mappings import assert_every_byte, random_config
+from tests.cost.site_bytes import MODELS, assert_bytes
 from tests.planner.planned_sites import RECIPE, planned
 from tests.planner.site_rounds import simulate_site
 from tests.slow import slow
@@ -95,10 +95,10 @@ def test_the_table_of_a_plan_names_the_code_of_the_method(tmp_path, capsys):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_of_sparseloco_equal_the_boxes_of_its_ranks(model):
-    check_bytes(model, SPARSE)
+    assert_bytes(model, SPARSE)
 
 
 @pytest.mark.parametrize("seed", [1, 5, *slow((seed,) for seed in range(9, 24, 4))])
 def test_every_byte_of_a_site_that_owns_experts(seed):
     """Moments and residual are of the site's own experts, and outer weights of all."""
-    check_every_byte(seed, random_config(seed, SPES(merge_experts=0.0)))
+    assert_every_byte(seed, random_config(seed, SPES(merge_experts=0.0)))

@@ -19,7 +19,13 @@ from moefold.train.sites.callbacks import SiteRounds
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.site_checks import check_equal, check_other_mapping, check_resume, check_return, check_tokens
+from tests.train.site_checks import (
+    assert_lost_site_returns,
+    assert_sites_count_by_tokens,
+    assert_sites_equal_oracle,
+    assert_sites_resume,
+    assert_sites_resume_under_another_mapping,
+)
 from tests.train.site_jobs import CODED, STREAMING, Server, Waiting, of_site, recipe, run_sites, train_and_fail
 from tests.train.site_results import checkpoint, records
 from tests.verify.recipes import without_mapping
@@ -60,13 +66,13 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
     """Weights between and after rounds, outer weights, momentum and losses, under each mapping."""
     sites, mapping = ORACLE_CASES[case]
     cfg = recipe(tmp_path, 5, sites, every=1, **mapping)
-    check_equal(pool, cfg, oracle_of(without_mapping(cfg)))
+    assert_sites_equal_oracle(pool, cfg, oracle_of(without_mapping(cfg)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sites", "oracle"), [(CO2, OracleOfWholeRounds), (NOLOCO, OracleOfPairs)])
 def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, oracle):
-    check_tokens(pool, tmp_path, recipe(tmp_path, 4, sites), oracle)
+    assert_sites_count_by_tokens(pool, tmp_path, recipe(tmp_path, 4, sites), oracle)
 
 
 @pytest.mark.parametrize(
@@ -81,18 +87,18 @@ def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, orac
     ],
 )
 def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
-    check_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
+    assert_sites_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
 
 
 @pytest.mark.slow
 def test_sites_resume_under_another_mapping(pool, tmp_path):
-    check_other_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, CO2))
+    assert_sites_resume_under_another_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, CO2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sites", "mapping"), [(CO2, {}), (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2})])
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping):
-    check_return(pool, tmp_path, recipe(tmp_path, 13, sites | {"count": 3}, every=3, **mapping), 2)
+    assert_lost_site_returns(pool, tmp_path, recipe(tmp_path, 13, sites | {"count": 3}, every=3, **mapping), 2)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from moefold.config.sites import SitesConfig
 from moefold_experiments.sparseloco.module import SparseCode
 from moefold_experiments.sparseloco.part import CHUNK, SparseLoCo
 from tests.comm.wide_range import vector
-from tests.optim.outer_site import Site, check_residual, check_same_shard, gradients
+from tests.optim.outer_site import Site, assert_residual, assert_same_shard, gradients
 
 
 def sparse_code(density: float, bits: int, dtype: torch.dtype) -> SparseCode:
@@ -79,13 +79,13 @@ def test_top_k_keeps_float64_and_survives_values_that_are_not_finite():
 
 @pytest.mark.parametrize("bits", [32, 8, 2])
 def test_ranks_with_the_same_shard_decode_the_same_values(bits):
-    check_same_shard({"method": SparseLoCo(density=1 / 1024, bits=bits)})
+    assert_same_shard({"method": SparseLoCo(density=1 / 1024, bits=bits)})
 
 
 @pytest.mark.parametrize("bits", [32, 8, 2])
 @pytest.mark.parametrize("beta", [1.0, 0.9])
 def test_residual_keeps_the_loss_of_the_code(bits, beta):
-    check_residual(SitesConfig(count=2, residual=beta, method=SparseLoCo(density=1 / 1024, bits=bits)))
+    assert_residual(SitesConfig(count=2, residual=beta, method=SparseLoCo(density=1 / 1024, bits=bits)))
 
 
 def test_sparseloco_is_the_formula_of_its_paper():

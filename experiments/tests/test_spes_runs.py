@@ -13,13 +13,13 @@ from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
+from moefold.launch.rank_pool import WorkerError
 from moefold.train.train_step import TrainingStep
-from moefold.verify.ranks.pool import WorkerError
 from moefold_experiments.spes.module import OuterOfOwners
 from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.models import edit_model
 from tests.slow import slow
-from tests.train.site_checks import check_other_mapping
+from tests.train.site_checks import assert_sites_resume_under_another_mapping
 from tests.train.site_jobs import (
     Server,
     adapted,
@@ -190,7 +190,7 @@ def test_sites_that_own_experts_resume_bit_by_bit(pool, tmp_path, last, mapping)
 def test_sites_that_own_experts_resume_under_another_mapping(pool, tmp_path):
     """The owner of an expert does not depend on the mapping, and moments of own experts are logical tensors."""
     whole = owned(tmp_path / "whole", 7, STREAMED, {}, {"train": {"optimizer": "muon"}})
-    check_other_mapping(pool, tmp_path, whole, ("outer.", "model.", "optimizer."))
+    assert_sites_resume_under_another_mapping(pool, tmp_path, whole, ("outer.", "model.", "optimizer."))
 
 
 @pytest.mark.slow

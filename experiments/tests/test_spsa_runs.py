@@ -29,9 +29,7 @@ SPSA = {"optimizer": Spsa(), "global_batch_size": 4}
 def _training(cfg: Config) -> tuple[TrainingStep, BatchSharder]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
-    return TrainingStep(model, cfg), BatchSharder(
-        open_samples(cfg).train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions
-    )
+    return TrainingStep(model, cfg), BatchSharder(open_samples(cfg).train, cfg.batch_shape, groups, model.positions)
 
 
 def _hash_after(cfg: Config, steps: int) -> str:

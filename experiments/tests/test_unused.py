@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.validate.idle_keys import check_read
+from tests.validate.idle_keys import assert_read
 
 SPSA = "train.optimizer=spsa"
 SITES = ["sites.count=2"]
@@ -33,4 +33,4 @@ CASES = [
 
 @pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
 def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
-    check_read(word, idle, active)
+    assert_read(word, idle, active)

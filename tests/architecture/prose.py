@@ -12,6 +12,7 @@ from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_o
 
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
+MAX_TEST_NAME = 76
 # A docstring that begins so is a clause without a main verb, or needs a noun from elsewhere.
 NO_FIRST_WORDS = re.compile(
     r"^(What|Whether|Of|As|Where|Who|Which|Why|How|So|Beside|Behind|Those|These|Theirs|Else|"

@@ -23,7 +23,6 @@ COMMUNICATES = (
     "model/moe/dispatch",
     "checkpoint",
     "launch",
-    "verify/ranks",
 )
 STATE_TYPES = {f"torch.distributed.tensor.{name}" for name in ("DTensor", "Partial", "Placement", "Replicate", "Shard")}
 VAGUE_NAMES = ("utils", "util", "helpers", "helper", "misc", "common")

@@ -12,7 +12,7 @@ ATTRIBUTE = re.compile(r"`([A-Z]\w+)\.(\w+)(?:\(\))?`")
 
 
 class Classes:
-    """The names that each class of some files defines, its bases included; classes of one name count as one."""
+    """The names that each class of some files defines, its bases included. Classes of one name count as one."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._names: dict[str, set[str]] = {}

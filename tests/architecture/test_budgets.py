@@ -1,3 +1,5 @@
+"""No file, function, signature or class exceeds its budget, and the counters find one that does."""
+
 import ast
 import textwrap
 

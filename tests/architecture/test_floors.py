@@ -23,7 +23,7 @@ def test_no_import_of_a_higher_floor():
 
 
 def test_nothing_imports_a_part():
-    """`config/part_registry.py` finds a part by its kind; files of a part import their own folder."""
+    """`config/part_registry.py` finds a part by its kind. Files of a part import their own folder."""
     of_parts = [one for one in imports.imports(SOURCE) if one.imported.startswith("parts.")]
     assert [str(one) for one in of_parts if not one.importer.startswith("parts.")] == []
 

@@ -1,3 +1,5 @@
+"""Folders import lower floors only, torch-free ones no torch, and modules have no state; each rule finds a fault."""
+
 import ast
 from pathlib import Path
 

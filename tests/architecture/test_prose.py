@@ -1,3 +1,7 @@
+"""Docstrings, comments and pages follow the rules of prose, and each rule finds a fault."""
+
+import ast
+
 import pytest
 
 from tests.architecture import prose, rules
@@ -14,6 +18,17 @@ def test_no_word_of_the_list_is_used():
 
 def test_an_import_follows_each_comment_about_a_lazy_import():
     assert [found for path in CODE for found in prose.stray_lazy_comments(path)] == []
+
+
+def test_names_of_tests_are_short():
+    files = [path for folder in ("tests", "experiments/tests") for path in (rules.ROOT / folder).rglob("test_*.py")]
+    names = [
+        node.name
+        for path in files
+        for node in ast.walk(rules.tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > prose.MAX_TEST_NAME] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(rules.ROOT).as_posix())

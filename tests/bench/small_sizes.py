@@ -25,4 +25,4 @@ SMALLEST_SIZES = ProbeSizes(
     experts=(64, 32, 32, 4),
     collective_bytes=(1 << 8, 1 << 12),
 )
-"""Sizes that show that everything runs, in a second; their times say nothing."""
+"""Sizes that show that everything runs, in a second. Their times say nothing."""

@@ -1,3 +1,5 @@
+"""The routing of a benchmark: balanced and steered loads are exact."""
+
 import pytest
 import torch
 

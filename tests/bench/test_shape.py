@@ -1,3 +1,5 @@
+"""Shapes of the benchmark: their recipes, their operations, and how experts are cut to fit."""
+
 import pytest
 
 from moefold.bench.shape import bench_config, bench_shapes, count_weights, max_fitting_experts, step_flops

@@ -1,3 +1,5 @@
+"""The peak of live memory counts tensors that are alive together, and nothing twice."""
+
 import torch
 
 from moefold.bench.timing import StorageMeter

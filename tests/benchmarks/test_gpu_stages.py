@@ -69,7 +69,7 @@ class SimulatedStage(Stage):
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.25, 1.0])
-def test_the_exposed_part_of_a_transfer_is_the_time_that_it_adds_to_enough_compute(tmp_path, slowdown):
+def test_the_exposed_part_of_a_transfer_is_the_added_time(tmp_path, slowdown):
     """A layer is shorter than the transfer, which slows the kernels that run at the same time."""
     stage = SimulatedStage(CPU, True, tmp_path / "rows.jsonl")
     transfer_ms = 20.0

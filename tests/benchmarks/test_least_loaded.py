@@ -1,3 +1,5 @@
+"""The benchmark of the least-loaded dispatcher makes the skew that it names and reports the busiest rank."""
+
 import pytest
 import torch
 

@@ -55,7 +55,7 @@ def config(words, dtype="float64"):
 
 
 def our_layer(cfg, dtype):
-    """A layer whose every number matters, the bias of the choice included; its router is float32 or wider."""
+    """A layer whose every number matters, the bias of the choice included. Its router is float32 or wider."""
     model, generator = cfg.model, torch.Generator().manual_seed(5)
     inner = model.ffn.moe.shared_width
     shared = SwiGLU(model.hidden_size, inner) if inner else None

@@ -1,3 +1,5 @@
+"""The operator clock of a benchmark attributes times of both passes, of all ranks, to the right kinds."""
+
 import shutil
 
 import pytest

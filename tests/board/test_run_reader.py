@@ -469,7 +469,7 @@ def test_styles_of_runs_depend_on_no_choice_and_differ(tmp_path):
     assert free_style(later, set(range(48))) == 0
 
 
-def test_a_request_that_has_no_more_time_says_that_runs_wait_and_gives_each_its_turn(tmp_path):
+def test_a_request_out_of_time_gives_each_run_its_turn(tmp_path):
     for i in range(3):
         write_run(tmp_path / f"run-{i}", 2)
     now_s = 0.0

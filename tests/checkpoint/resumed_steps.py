@@ -27,7 +27,7 @@ def train_steps(cfg: Config, first: int, last: int, resume: str) -> list[float]:
         assert meta.step == first
         samples = meta.samples
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     losses = []
     for step in range(first + 1, last + 1):
         losses.append(training.run(loader.batch(samples), step).loss)

@@ -1,3 +1,5 @@
+"""The description of a checkpoint is read as it was written, and a later format is refused."""
+
 import json
 from dataclasses import asdict
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moefold.checkpoint.find_checkpoint import complete_checkpoints, step_of
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.config.schema import Config
-from moefold.verify.ranks.pool import WorkerError, WorkerPool
+from moefold.launch.rank_pool import WorkerError, WorkerPool
 from tests.train.tiny_runs import recipe, records, train_rank
 
 pytestmark = pytest.mark.parity

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parity
 
 
 def _events_of_a_save(cfg: Config) -> list[tuple[str, str]]:
-    """Train one step and save it; return each flushed path and each renamed one, in order."""
+    """Train one step and save it. Return each flushed path and each renamed one, in order."""
     events: list[tuple[str, str]] = []
 
     def flushed(handle: int, flush=os.fsync) -> None:

@@ -21,8 +21,8 @@ from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.rank_pool import WorkerError
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.tiny_runs import recipe
 

@@ -1,3 +1,5 @@
+"""Folders of checkpoints: their names, which are complete, and which of them a save removes."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Digests computed while a file is written equal those of the file read back."""
+
 import hashlib
 
 import pytest

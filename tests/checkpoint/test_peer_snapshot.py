@@ -74,12 +74,19 @@ def _restore_after_loss(
             groups,
         )
     snapshots.forget_groups()
-    every = current_world().all_gather_object((rank, snapshots.held()))
+    taken = snapshots.generation
+    every = current_world().all_gather_object((rank, taken.held()))
     survivors = {number: held for number, held in every if number not in lost}
-    assert snapshots.layout is not None
-    step = choose_step(survivors, snapshots.layout)
-    members = choose_members(survivors, snapshots.layout, new.parallel.world_size)
-    found = {"step": step, "members": members, "held": snapshots.held(), "wrong": [], "bytes": snapshots.num_bytes}
+    assert taken.layout is not None
+    step = choose_step(survivors, taken.layout)
+    members = choose_members(survivors, taken.layout, new.parallel.world_size)
+    found = {
+        "step": step,
+        "members": members,
+        "held": taken.held(),
+        "wrong": [],
+        "bytes": snapshots.num_bytes,
+    }
     if members is not None and rank in members:
         assert step is not None
         with set_aside_process_groups():

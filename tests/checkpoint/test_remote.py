@@ -22,9 +22,9 @@ from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.rank_pool import WorkerError
 from moefold.remote_path import RemoteError, RemotePath
 from moefold.train.run_folder import choose_run_folder
-from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
 from tests.train.tiny_runs import losses, recipe, train_rank
 

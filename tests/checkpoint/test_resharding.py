@@ -152,7 +152,7 @@ UNEVEN_MAPPINGS = [{"world_size": 6, "tp": 2, "zero": 3}, {}, {"world_size": 3, 
 
 
 @pytest.mark.parametrize("count", [2, *slow([(4,)])])
-def test_a_vocabulary_that_tp_does_not_divide_comes_through_other_mappings_bit_for_bit(pool, tmp_path, count):
+def test_a_vocabulary_that_tp_does_not_divide_reshards_bit_for_bit(pool, tmp_path, count):
     sizes = {"model": UNEVEN_VOCAB, "train": {"seq_len": 24, "global_batch_size": 6}}
     recipes = [tiny(**sizes, **mapping) for mapping in UNEVEN_MAPPINGS[:count]]
     run = RunConfig(dir=str(tmp_path), seed=3, steps=4, device="cpu", dtype="float64")

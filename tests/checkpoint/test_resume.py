@@ -1,3 +1,5 @@
+"""The checkpoint that a run resumes from, and settings that may not change between two runs."""
+
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +131,7 @@ def test_auto_refuses_other_data_and_a_named_checkpoint_takes_it(tmp_path, chang
     assert find_resume(replace(recipe(tmp_path, resume=str(path)), **change)) == path
 
 
-def test_sizes_that_nothing_reads_and_other_spellings_of_layers_are_the_same_model(tmp_path):
+def test_unread_sizes_and_other_spellings_are_the_same_model(tmp_path):
     path = write(tmp_path, 5)
     same = edit_model(MODEL, {"ffn.dense.intermediate_size": 64, "layers": "moe, 1 moe"})
     assert find_resume(recipe(tmp_path, model=same)) == path

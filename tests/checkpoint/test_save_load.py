@@ -50,7 +50,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
 
 
 def _save_with_slow_rename(cfg: Config) -> bool:
-    """Whether this rank finds the checkpoint when its save returns, although the first rank takes long to rename it."""
+    """Return whether this rank finds the checkpoint when its save returns; the first rank takes long to rename it."""
     training = training_step(cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
 
@@ -295,9 +295,7 @@ def _save_over_a_draft(cfg: Config) -> bool:
         found.append(left.exists())
         return save(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", delete_slowly)
-        patch.setattr(save_load.dcp, "save", note_and_save)
+    with patch.object(shutil, "rmtree", delete_slowly), patch.object(save_load.dcp, "save", note_and_save):
         _save(cfg, [1])
     return found[0]
 

@@ -80,7 +80,7 @@ def test_a_save_holds_the_state_at_its_begin(pool, tmp_path):
 
 
 def _save_slowly(cfg: Config) -> list[bool]:
-    """Whether each of two saves waited for the one before, when no file can be finished for half a second."""
+    """Return whether each of two saves waited for the one before, when no file can be finished for half a second."""
     saver = _saver(cfg)
     held = threading.Event()
     saver._thread.submit(held.wait)

@@ -214,7 +214,7 @@ def words_of(command: str, base: Path, folder: Path, checkpoint: Path) -> list[s
 
 
 def _left_alone(command: str, attack: str) -> bool:
-    """Whether a command does not read the attacked field, so that it may as well go on."""
+    """Return whether a command does not read the attacked field, so that it may as well go on."""
     return (command in READS_NO_TENSOR and attack in ("tensors run", "swapped", "linked file", "endless manifest")) or (
         command in READS_NO_SIZES and attack in ("endless manifest", "long pattern")
     )

@@ -257,7 +257,7 @@ def _train_for_ever(cfg: Config, number: int, locks: bool, printed: Path) -> Non
         os._exit(0)
 
 
-def _check_folder(folder: Path) -> int:
+def _assert_folder(folder: Path) -> int:
     """Check that each checkpoint is sound and of one job; return the newest step."""
     for path in named_checkpoints(folder):
         assert validate_files(path, World(0, 1), checks_hashes=True) == [], path
@@ -278,7 +278,7 @@ def _start(context: BaseContext, cfg: Config, number: int, locks: bool, printed:
 def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]:
     """Kill two jobs that share a folder of checkpoints, again and again; check it after each pair of deaths."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["moefold.verify.ranks.preload"])
+    context.set_forkserver_preload(["moefold.verify.preload"])
     chance = random.Random(kills + locks)
     folder = tmp_path / "saved"
     printed = tmp_path / "printed"
@@ -301,7 +301,7 @@ def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]
         for job in jobs:
             job.join()
         in_saves += any(folder.glob(".step-*.partial"))
-        before, newest = newest, _check_folder(folder)
+        before, newest = newest, _assert_folder(folder)
         assert newest >= before, "a model was lost"
         if locks:
             assert len(list(folder.glob(".step-*.partial"))) <= 1

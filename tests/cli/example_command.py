@@ -26,8 +26,8 @@ def code_blocks(markdown: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL)
 
 
-def check_command(line: str) -> None:
-    """Parse a command as moefold does, and check that its recipe exists and knows its keys; fails otherwise."""
+def assert_command(line: str) -> None:
+    """Parse a command as moefold does, and check that its recipe exists and knows its keys. Fails otherwise."""
     _, name, *words = shlex.split(line, comments=True)
     assert name in COMMANDS, line
     parser = command_parser(name)

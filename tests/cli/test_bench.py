@@ -1,3 +1,5 @@
+"""`moefold bench` reports times of small and reduced shapes and refuses invalid arguments."""
+
 import json
 
 import pytest

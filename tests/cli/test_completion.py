@@ -1,4 +1,4 @@
-"""The completion scripts: bash's is called as bash calls it; every other shell, where it exists, reads its script."""
+"""The completion scripts: bash's is called as bash calls it. Every other shell, where it exists, reads its script."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""`moefold eval`: its refusals, immediately and without torch; its output is in tests/e2e."""
+"""`moefold eval`: its refusals, immediately and without torch. Its output is in tests/e2e."""
 
 import json
 import shutil

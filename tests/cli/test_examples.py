@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import COMMANDS, main
-from tests.cli.example_command import ROOT, check_command, code_blocks, commands_of
+from tests.cli.example_command import ROOT, assert_command, code_blocks, commands_of
 
 RUNS_AT_ONCE = ("layout", "init")
 """Commands whose examples are run, not only parsed."""
@@ -23,7 +23,7 @@ def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_examples_of_the_help_can_be_typed(name, capsys):
     for line in commands_of(help_of(name, capsys)):
         # A list of commands has a description after each.
-        check_command(re.split(" {2,}", line)[0])
+        assert_command(re.split(" {2,}", line)[0])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -63,4 +63,4 @@ def test_the_job_script_is_a_shell_script():
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     for line in text.splitlines():
         if line.startswith("srun "):
-            check_command(line.removeprefix("srun "))
+            assert_command(line.removeprefix("srun "))

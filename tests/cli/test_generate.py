@@ -1,4 +1,4 @@
-"""`moefold generate`: its refusals, and the source of the prompt; its output is in tests/e2e."""
+"""`moefold generate`: its refusals, and the source of the prompt. Its output is in tests/e2e."""
 
 import io
 import sys

@@ -1,3 +1,5 @@
+"""`moefold init` writes its files, replaces none unless asked, and names the next command."""
+
 from pathlib import Path
 
 import pytest

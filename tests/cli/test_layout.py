@@ -1,3 +1,5 @@
+"""`moefold layout` prints the rank groups and stages of a mapping as text and JSON, in any width."""
+
 import json
 import xml.etree.ElementTree as ElementTree
 

@@ -1,3 +1,5 @@
+"""Pictures of a layout: coordinates, colours of groups, and bars of expert loads."""
+
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
@@ -51,7 +53,7 @@ def cards_of(tree, layout) -> list[tuple[int, dict[str, int], dict[str, str]]]:
     return cards
 
 
-def check_view(view: View, cards) -> None:
+def assert_view(view: View, cards) -> None:
     cut = [axis for axis in view.axes if view.degree(axis) > 1]
     assert [rank for rank, _, _ in cards] == list(range(view.world_size))
     for rank, place, _ in cards:
@@ -68,17 +70,17 @@ def test_cards_show_coordinates_and_colours_show_groups(tmp_path, gpus_per_node,
     layout = fold(**degrees)
     tree = draw(tmp_path, layout, gpus_per_node)
     cards = cards_of(tree, layout)
-    check_view(layout.attention, cards[: layout.world_size])
-    check_view(layout.moe, cards[layout.world_size : 2 * layout.world_size])
+    assert_view(layout.attention, cards[: layout.world_size])
+    assert_view(layout.moe, cards[layout.world_size : 2 * layout.world_size])
     unfolded = unfolded_experts(layout)
     assert (unfolded is None) == (layout.attention.axes[0] != "pp" or "order" in degrees)
     if unfolded is not None:
-        check_unfolded(unfolded, cards[2 * layout.world_size :])
+        assert_unfolded(unfolded, cards[2 * layout.world_size :])
     nodes = [element.text for element in tree.iter(f"{SVG}text") if (element.text or "").startswith("node ")]
     assert nodes == (2 + (unfolded is not None)) * [f"node {i}" for i in range(-(-layout.world_size // gpus_per_node))]
 
 
-def check_unfolded(view: DrawnView, cards) -> None:
+def assert_unfolded(view: DrawnView, cards) -> None:
     for axis in view.parts_of_axis:
         groups = view.group_indices(axis)
         for (a, place, colour_a), (b, _, colour_b) in combinations(cards, 2):

@@ -26,7 +26,7 @@ def test_the_arguments_of_the_model_are_read_off_the_command_line(words, found):
     assert model_arguments(words) == found
 
 
-def test_arguments_are_typed_and_lm_eval_arguments_that_mean_nothing_are_left_out():
+def test_lm_eval_arguments_without_meaning_are_left_out():
     given = {"path": "a", "tp": "2", "batch_size": None, "max_batch_size": None, "device": "cuda:0"}
     assert LmSettings.from_arguments(given) == LmSettings(path="a", tp=2)
     assert LmSettings.from_arguments({"path": "a", "ep": 4, "device": "cpu"}).ep == 4

@@ -1,3 +1,5 @@
+"""The entry of all commands: help, unknown commands, exit status, and what an import costs."""
+
 import importlib
 import os
 import subprocess

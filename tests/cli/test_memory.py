@@ -95,7 +95,7 @@ def test_dry_leaves_out_moments_that_are_outside_and_writes_nothing(capsys, tmp_
 def test_measured_with_offload_no_part_has_the_offloaded_bytes(capsys, tmp_path):
     words = [*TWO, "train.offload_optimizer=ssd", f"train.offload_dir={tmp_path}", *SSD, "train.offload_waits=true"]
     ranks = [MeasuredMemory(**rank) for rank in _json(capsys, *TWO)["ranks"]]
-    _check_loads(ranks)
+    _assert_loads(ranks)
     plain = asdict(ranks[0])
     found = _json(capsys, *words, 'train.offload=["layer"]')["ranks"][0]
     assert found["after"]["optimizer"] < 0.1 * plain["after"]["optimizer"]
@@ -121,7 +121,7 @@ def test_by_formula_offloaded_bytes_are_gone_but_for_two_parts_in_transit(capsys
     assert kept < part < whole
 
 
-def _check_loads(ranks: list[MeasuredMemory]) -> None:
+def _assert_loads(ranks: list[MeasuredMemory]) -> None:
     """The rows of each rank, by the router's choices, explain the difference between measurement and formula."""
     cfg = load_config(Path(RECIPE), [*SMALL, *TWO])
     layout = fold(world_size=2, ep=2)

@@ -1,3 +1,5 @@
+"""`moefold plan` prints, explains, traces and writes the mappings of the planner, or says why none is legal."""
+
 import json
 import re
 from dataclasses import asdict, replace
@@ -459,7 +461,7 @@ def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):
     assert re.search(r"it would fit with \d+ GPUs", message)
 
 
-def test_a_model_too_large_for_any_mapping_is_answered_with_the_least_number_of_gpus(capsys):
+def test_a_model_too_large_for_any_mapping_names_the_least_gpus(capsys):
     message = refusal(
         capsys, "plan", "deepseek-v3", "--gpu", "h100", "--num-gpus", "8", "--fix", "cp=1,etp=1,mbs=1,zero=1"
     )

@@ -1,3 +1,5 @@
+"""`moefold simulate` plays a schedule, and its numbers equal the schedule's formulas."""
+
 import json
 from pathlib import Path
 

@@ -14,7 +14,7 @@ import yaml
 
 from moefold.cli.main import main
 from moefold.launch.job_file import _check_escaped
-from tests.cli.example_command import ROOT, check_command
+from tests.cli.example_command import ROOT, assert_command
 
 RECIPE = str(ROOT / "recipes/mixtral-8x7b.toml")
 WORDS = ["run.dir=/shared/mixtral", "data.path=/shared/it's <here> & there.bin"]
@@ -253,7 +253,7 @@ def test_ray(capsys):
 
 def test_moefold_takes_the_command_of_the_file(capsys):
     assert shlex.join(TRAIN) in template(capsys, "slurm")
-    check_command(shlex.join(TRAIN))
+    assert_command(shlex.join(TRAIN))
 
 
 @pytest.mark.parametrize(

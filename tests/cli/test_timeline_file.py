@@ -1,3 +1,5 @@
+"""Files of a timeline: events and arrows for Perfetto, and lanes, bars and legend of the picture."""
+
 import json
 import re
 import xml.etree.ElementTree as ElementTree

@@ -45,7 +45,7 @@ def test_user_errors(
     assert message in capsys.readouterr().err
 
 
-def test_binary_files_of_a_folder_are_left_out_by_name_and_a_named_one_is_refused(
+def test_binary_files_of_a_folder_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "in").mkdir()

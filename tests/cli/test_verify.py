@@ -1,4 +1,4 @@
-"""`moefold verify`: the verdict, its output, and its exit status; the ranks are real, the faults put in by hand."""
+"""`moefold verify`: the verdict, its output, and its exit status. The ranks are real, the faults put in by hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

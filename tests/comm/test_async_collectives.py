@@ -65,7 +65,7 @@ def test_equals_the_exchange_at_once(pool):
 
 
 def _is_let_go(reference: weakref.ref[Tensor]) -> bool:
-    """Whether the tensor goes away; gloo's thread has it in its hands a moment longer than `wait` lasts."""
+    """Return whether the tensor goes away; gloo's thread has it in its hands a moment longer than `wait` lasts."""
     gc.collect()
     deadline = time.monotonic() + LETTING_GO_S
     while reference() is not None and time.monotonic() < deadline:

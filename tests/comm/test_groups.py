@@ -59,7 +59,7 @@ def _fail_on_rank_one() -> None:
 
 
 def test_pool_reports_the_failing_rank_and_is_reusable(pool):
-    from moefold.verify.ranks.pool import WorkerError
+    from moefold.launch.rank_pool import WorkerError
 
     with pytest.raises(WorkerError, match=r"rank 1: (.|\n)*on purpose"):
         pool.run(2, _fail_on_rank_one)

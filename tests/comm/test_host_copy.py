@@ -1,3 +1,5 @@
+"""Arrays that are copied to a device in one transfer arrive apart, with their shapes."""
+
 import numpy as np
 import torch
 

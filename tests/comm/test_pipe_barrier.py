@@ -22,7 +22,7 @@ def _group(size: int) -> Group:
 
 
 def _arrivals(size: int) -> None:
-    """Count arrivals in shared memory; after each barrier all members see all arrivals."""
+    """Count arrivals in shared memory. After each barrier all members see all arrivals."""
     group = _group(size)
     counts = open_shared_memory(8 * size, group, "the test").view(torch.int64)
     barrier = open_pipe_barrier(group)

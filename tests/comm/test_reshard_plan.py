@@ -88,7 +88,7 @@ def test_a_plan_gives_every_rank_its_boxes_within_the_bounds(before, after, for_
     target = _sharding(after, for_training=for_training)
     itemsize = {name: 4 if "router" in name else 2 for name in target.shapes}
     plan = plan_reshard(source, target, itemsize, most, ranks_per_node)
-    _check_cover(plan, source, target)
+    _assert_cover(plan, source, target)
     for transfers in plan.buckets:
         assert len({itemsize[transfer.name] for transfer in transfers}) == 1
         for rank in range(WORLD_SIZE):
@@ -104,10 +104,10 @@ def test_a_plan_gives_every_rank_its_boxes_within_the_bounds(before, after, for_
         assert plan.coinciding[rank] == {name for name, box in target.boxes(rank).items() if have.get(name) == box}
     assert sum(sent.box.numel * itemsize[sent.name] for sent in plan.moved) == missing
     if ranks_per_node:
-        _check_near_senders(plan, source, ranks_per_node)
+        _assert_near_senders(plan, source, ranks_per_node)
 
 
-def _check_cover(plan: ReshardPlan, source: WeightSharding, target: WeightSharding, first_target: int = 0) -> None:
+def _assert_cover(plan: ReshardPlan, source: WeightSharding, target: WeightSharding, first_target: int = 0) -> None:
     """Every index of every target box arrives once, from a rank that holds it."""
     arriving: dict[tuple[int, str], list[Box]] = {}
     for transfer in (*plan.local, *plan.moved):
@@ -136,7 +136,7 @@ def test_disjoint_ranks_get_their_whole_boxes_within_the_bounds(before, after, m
     target = _sharding(after, for_training=False)
     itemsize = {name: 4 if "router" in name else 2 for name in target.shapes}
     plan = plan_reshard(source, target, itemsize, most, first_target=WORLD_SIZE)
-    _check_cover(plan, source, target, WORLD_SIZE)
+    _assert_cover(plan, source, target, WORLD_SIZE)
     assert plan.local == ()
     held = (held_bytes(target.boxes(rank), itemsize) for rank in range(target.layout.world_size))
     assert sum(sent.box.numel * itemsize[sent.name] for sent in plan.moved) == sum(held)
@@ -146,7 +146,7 @@ def test_disjoint_ranks_get_their_whole_boxes_within_the_bounds(before, after, m
             assert received <= most
 
 
-def _check_near_senders(plan: ReshardPlan, source: WeightSharding, ranks_per_node: int) -> None:
+def _assert_near_senders(plan: ReshardPlan, source: WeightSharding, ranks_per_node: int) -> None:
     """A part crosses nodes only if no rank of the target's node holds it."""
     for transfer in plan.moved:
         node = transfer.target // ranks_per_node
@@ -165,7 +165,7 @@ def test_a_mapping_to_itself_moves_nothing():
 
 
 def test_replicas_share_the_sending():
-    """Without ZeRO both replicas hold every part; each sends about half of them."""
+    """Without ZeRO both replicas hold every part. Each sends about half of them."""
     source = _sharding({"world_size": 8, "tp": 2, "pp": 2, "zero": 0})
     target = _sharding({"world_size": 8, "pp": 1}, for_training=False)
     plan = plan_reshard(source, target, dict.fromkeys(source.shapes, 1), 10**6)

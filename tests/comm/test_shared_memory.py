@@ -13,8 +13,8 @@ from moefold.comm import shared_memory
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.shared_memory import open_shared_memory
 from moefold.errors import RunError
+from moefold.launch.rank_pool import WorkerError
 from moefold.topology.layout import fold
-from moefold.verify.ranks.pool import WorkerError
 
 pytestmark = pytest.mark.parity
 

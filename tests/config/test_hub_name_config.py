@@ -1,3 +1,5 @@
+"""Names on the hub are distinguished from paths, and the advice is the name to write."""
+
 import pytest
 
 from moefold.config.suggestions import download_advice, is_hub_name

@@ -1,3 +1,5 @@
+"""Every key of a recipe has help, with type and default, in the terminal and on the page."""
+
 from pathlib import Path
 
 from moefold.config.key_help import keys_text, recipe_keys, section_help

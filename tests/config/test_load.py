@@ -1,3 +1,5 @@
+"""Recipes and overrides are read into a config; each fault is named by key, value and type."""
+
 import json
 import subprocess
 import sys
@@ -224,7 +226,7 @@ def test_a_kind_beside_its_table_is_told_where_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in tables() if name not in part_keys()])
-def test_a_word_for_a_table_without_kinds_is_refused_with_and_without_the_table_in_the_recipe(tmp_path, name):
+def test_a_word_for_a_table_without_kinds_is_refused(tmp_path, name):
     path = tmp_path / "recipe.toml"
     path.write_text(f"format = 2\n[{name}]\n")
     message = refused(f"{name}=word", path=path)

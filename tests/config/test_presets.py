@@ -1,3 +1,5 @@
+"""Every preset is a model that can run, with the parameters that its card or a count by hand says."""
+
 import re
 from dataclasses import replace
 

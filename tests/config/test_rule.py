@@ -1,3 +1,5 @@
+"""A rule between sections is called with the sections that its signature names."""
+
 import inspect
 from itertools import chain
 from typing import get_type_hints

@@ -1,3 +1,5 @@
+"""The recipes of the checkout are in the wheel, and their paths are found from any folder."""
+
 import tomllib
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Suggestions in refusals: near numbers, near multiples, and the kinds that a key takes."""
+
 import pytest
 
 from moefold.config.part import KindOf

@@ -22,7 +22,7 @@ def add_tokenizer(folder: Path) -> Path:
 
 
 def assert_same_folder(first: Path, second: Path, *, but: tuple[str, ...] = ("modeling_custom.py",)) -> None:
-    """Both folders hold the same files, to the byte; the second has a manifest."""
+    """Both folders hold the same files, to the byte. The second has a manifest."""
     names = {path.name for path in first.iterdir()} - set(but)
     assert {path.name for path in second.iterdir()} == names | {MANIFEST_FILE}
     for name in sorted(names):

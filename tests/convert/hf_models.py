@@ -627,7 +627,7 @@ def config_of(name: str, **sizes: Any) -> Any:
 
 
 def make_model(name: str, **sizes: Any) -> Any:
-    """Return a random model of transformers; no norm is 1 and no bias 0. A multimodal model of `FILED` is whole."""
+    """Return a random model of transformers. No norm is 1 and no bias 0. A multimodal model of `FILED` is whole."""
     torch.manual_seed(len(name))
     if name in MODELS:
         config_kind, _, class_kind = MODELS[name][0].partition(" ")

@@ -474,7 +474,7 @@ def _filed(family: Family) -> Callable[[random.Random, bool], Sizes]:
 
 
 def _is_even(value: Any) -> bool:
-    """Whether two ranks divide a width; a list has one for each model."""
+    """Return whether two ranks divide a width; a list has one for each model."""
     counts = value if isinstance(value, list) else [value]
     return all(isinstance(one, int) and not isinstance(one, bool) and one % 2 == 0 for one in counts)
 

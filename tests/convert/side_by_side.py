@@ -176,7 +176,7 @@ def train_ours(cfg: Config) -> RankRecord:
     logits = _logits(model, cfg)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     batch = loader.batch(0)
     training.begin_step(1, batch)
     model.forward_backward(batch)

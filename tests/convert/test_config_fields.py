@@ -378,6 +378,8 @@ def test_older_spellings_mean_the_published_model(preset):
             "attention_chunk_size",
         ),
         ("longcat_flash", {"num_layers": 0}, "num_layers=0, which should be 1 to 5000"),
+        ("longcat_flash", {"num_layers": None}, "num_layers=None, which should be a whole number"),
+        ("mixtral", {"num_hidden_layers": None}, "num_hidden_layers=None, which should be a whole number"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which moefold does not compute"),
         ("longcat_flash", {"router_bias": True}, "router_bias=True, which moefold does not compute"),
         ("afmoe", {"mup_enabled": 3}, "mup_enabled=3 of hidden_size=48"),

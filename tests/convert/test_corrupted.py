@@ -319,7 +319,7 @@ def test_weights_that_are_no_numbers_are_not_evaluated(sound, tmp_path, capsys):
 
 
 def _load_error(folder: Path) -> str:
-    """Load a model with the experts on two ranks; return the error of this rank."""
+    """Load a model with the experts on two ranks and return the error of this rank."""
     source = find_source(str(folder))
     overrides = ("parallel.ep=2", "parallel.world_size=2")
     wish = InferenceRequest(overrides=overrides, dtype="float32", device="cpu", seq_len=8, batch_size=1)

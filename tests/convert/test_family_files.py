@@ -91,7 +91,7 @@ def _run(*words: object) -> None:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_text_model_comes_out_and_in_again(tmp_path, monkeypatch, capsys, caplog, name):
-    """Convert to a folder of only the text model, which transformers loads; the bytes are the same from there on."""
+    """Convert to a folder of only the text model, which transformers loads. The bytes are the same from there on."""
     model, family = make_model(name), FILED[name]
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))
     _run("import", folder, tmp_path / "ckpt", "--check")

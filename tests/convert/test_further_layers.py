@@ -167,7 +167,7 @@ def test_transformers_is_silent_on_the_layers_that_a_family_names(family):
 
 @pytest.mark.slow
 def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, monkeypatch, capsys, caplog):
-    """As many layers as DeepSeek-V3 itself has; the last layers have experts."""
+    """As many layers as DeepSeek-V3 itself has. The last layers have experts."""
     sizes = {"num_hidden_layers": 61, "first_k_dense_replace": 60, "n_routed_experts": 3, "n_group": 1, "topk_group": 1}
     made = published(tmp_path / "hf", layers=1, **sizes)
     assert_loads(made.folder, made.model, monkeypatch, caplog)

@@ -1,4 +1,4 @@
-"""Runs that start with given weights, from the command line on; their results are tested in `test_families`."""
+"""Runs that start with given weights, from the command line on. Their results are tested in `test_families`."""
 
 import json
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_weights_that_a_recipe_cannot_start_with(tmp_path, monkeypatch, capsys, 
 
 
 def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tmp_path, monkeypatch, capsys):
-    """Dense run, warm-up of only the indexers, sparse run, generation; each starts with the weights before it."""
+    """Dense run, warm-up of only the indexers, sparse run, generation. Each starts with the weights before it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dense.toml").write_text(MTP)
     sparse = [

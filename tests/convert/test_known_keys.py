@@ -112,7 +112,7 @@ def _named(keys: dict[str, Any]) -> str:
 
 
 def _is_size(key: str) -> bool:
-    """Whether a key follows from sizes of the model, so that the class's default belongs to another one."""
+    """Return whether a key follows from sizes of the model, so that the class's default belongs to another one."""
     aliases = {alias for names in declared_keys().aliases.values() for alias in names}
     return key.endswith(("_dim", "_rank", "_layers", "_types", "_size", "_heads", "_experts", "_window")) or key in (
         *("layer_types", "num_experts_per_tok", "n_group", "topk_group", "moe_topk", "moe_k", "zero_expert_num"),

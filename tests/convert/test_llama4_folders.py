@@ -24,7 +24,7 @@ VISION = {
 
 
 def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path, capsys):
-    """The folder that transformers writes; exports hold the text model."""
+    """The folder that transformers writes. Exports hold the text model."""
     sizes = {**SIZES, **MODELS["llama4"][1], "pad_token_id": None}
     config = transformers.Llama4Config(text_config=sizes, vision_config=VISION, attn_implementation="eager")
     torch.manual_seed(3)

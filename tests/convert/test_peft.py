@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_a_folder_of_peft_is_read(folder, tmp_path, monkeypatch):
-    """Merged, each weight is W + lora_alpha / r * B A of PEFT's tensors; all others are the base's."""
+    """Merged, each weight is W + lora_alpha / r * B A of PEFT's tensors. All others are the base's."""
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(RECORDED), "adapters", "--base", str(folder / "hf")]) == 0
     assert main(["export", "adapters", "merged", "--merge", "--check"]) == 0
@@ -208,7 +208,7 @@ def test_experts_that_transformers_has_no_parameter_of_are_refused(folder, tmp_p
 
 
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
-    """Every expert is a module of PEFT; adapters that are read again have the same bits, and training goes on."""
+    """Every expert is a module of PEFT. Adapters that are read again have the same bits, and training goes on."""
     monkeypatch.chdir(tmp_path)
     run = str(folder / "run")
     assert main(["export", run, "peft"]) == 0
@@ -336,7 +336,7 @@ def test_options_without_effect_or_match_are_refused(folder, monkeypatch, capsys
     ],
 )
 def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name, target):
-    """Train adapters, and compare the logits of PEFT's model with the merged export's logits; then import again."""
+    """Train adapters, and compare the logits of PEFT's model with the merged export's logits. Then import again."""
     peft = pytest.importorskip("peft", reason="pip install peft")
     from transformers import AutoModelForCausalLM
 

@@ -1,3 +1,5 @@
+"""A permuted copy by blocks equals torch's."""
+
 import pytest
 import torch
 

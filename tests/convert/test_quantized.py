@@ -121,7 +121,7 @@ def test_any_part_of_a_weight_equals_the_part_of_the_whole(tmp_path, name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_export_quantises_the_weights_that_it_read(tmp_path, name):
-    """Codes of MXFP4 stand for the same values again; codes of FP8 have other blocks and differ by their precision."""
+    """Codes of MXFP4 stand for the same values again. Codes of FP8 have other blocks and differ by their precision."""
     quantized, plain = FOLDERS[name](tmp_path)
     kind = "mxfp4" if name == "gpt-oss" else "fp8"
     assert main(["import", str(quantized), str(tmp_path / "ckpt"), "--no-tokenizer"]) == 0

@@ -57,7 +57,7 @@ def test_the_loss_of_the_mtp_layer_equals_transformers(tmp_path, name):
 
 @pytest.mark.parametrize("name", COUNT_KEYS)
 def test_a_folder_with_an_mtp_layer_comes_back(tmp_path, monkeypatch, caplog, name):
-    """config.json of Qwen3-Next lacks the key that counts the layer; an export without these files counts it."""
+    """config.json of Qwen3-Next lacks the key that counts the layer. An export without these files counts it."""
     out = tmp_path
     made = published(out / "hf", name, **({} if name == "qwen3-next" else {COUNT_KEYS[name]: 1}))
     assert main(["import", str(made.folder), str(out / "ckpt"), "--check"]) == 0
@@ -95,7 +95,7 @@ def test_mtp_tensors_of_other_families_can_be_left_out(tmp_path, capsys):
 
 
 def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path, monkeypatch, capsys, caplog):
-    """As Qwen3.5 is released: text_config, model.language_model and a vision model; exports hold the text model."""
+    """As Qwen3.5 is released: text_config, model.language_model and a vision model. Exports hold the text model."""
     made = published(tmp_path / "hf", "qwen3-5-moe", mtp_num_hidden_layers=1)
     folder = made.folder
     config = json.loads((folder / "config.json").read_text())

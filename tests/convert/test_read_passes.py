@@ -15,7 +15,7 @@ COUNTERS = Path("/proc/self/io")
 
 
 def bytes_read() -> int:
-    """Bytes that this process has read from files, from the kernel's cache too; mapped bytes do not count."""
+    """Bytes that this process has read from files, from the kernel's cache too. Mapped bytes do not count."""
     return next(int(line.split()[1]) for line in COUNTERS.read_text().splitlines() if line.startswith("rchar"))
 
 

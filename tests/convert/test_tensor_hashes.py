@@ -1,3 +1,5 @@
+"""Tensors that are read whole are hashed in the same pass over their bytes."""
+
 import hashlib
 
 import pytest

@@ -118,7 +118,7 @@ def test_bytes_have_no_tokenizer_to_go_out(place, capsys):
 
 
 def sizes_of(folder: str) -> list[str]:
-    """The recipe that an import writes, as the recipe of this folder; starts from the Hugging Face folder itself."""
+    """The recipe that an import writes, as the recipe of this folder. Starts from the Hugging Face folder itself."""
     assert main(["import", folder, "ckpt"]) == 0
     text = Path("ckpt/recipe.toml").read_text()
     Path("recipe.toml").write_text(text.split("[data]")[0])
@@ -159,7 +159,7 @@ def test_a_start_with_bytes_is_noted_and_exported(place, capsys):
 
 @pytest.mark.parametrize("words", [["data.tokenizer=copy/tokenizer.json"], ["data.kind=synthetic", "data.path="]])
 def test_the_folders_tokenizer_stays_where_it_is_the_runs(place, capsys, words):
-    """A copy of it is the same one, also when it is gone later; ids that are made up have none."""
+    """A copy of it is the same one, also when it is gone later. Ids that are made up have none."""
     make_import(Path("hf"))
     start = sizes_of("hf")
     shutil.copytree("hf", "copy")

@@ -37,7 +37,7 @@ SEQ_LEN = 16
 
 
 def _sizes(num_experts: int, top_k: int, width: int, **others: object) -> dict[str, object]:
-    """Settings of experts; other keys of [model.ffn.moe] with two underscores for a dot."""
+    """Settings of experts. Other keys of [model.ffn.moe] with two underscores for a dot."""
     settings = {"num_experts": num_experts, "top_k": top_k, "intermediate_size": width} | others
     return {f"ffn.moe.{key.replace('__', '.')}": value for key, value in settings.items()}
 

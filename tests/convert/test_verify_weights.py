@@ -32,7 +32,7 @@ class Watched(streaming_io.CheckpointSource):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek-v2"])
 def test_rows_at_a_time_give_the_same_bytes(tmp_path, monkeypatch, name):
-    """With chunks of a few rows; no part that is read is larger."""
+    """With chunks of a few rows. No part that is read is larger."""
     folder = add_tokenizer(save_model(make_model(name), tmp_path / "hf"))
     monkeypatch.setattr(streaming_io, "CHUNK_BYTES", 1000)
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0

@@ -42,7 +42,7 @@ def test_shards_and_bfloat16_are_read(tmp_path):
 
 
 def _loaded_everywhere(cfg: Config, folder: Path) -> str:
-    """The first parameter whose shard on this rank is not its part of the folder's tensor; empty if all are."""
+    """The first parameter whose shard on this rank is not its part of the folder's tensor, or empty if all are."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     load_hf_weights(folder, model.named_parameters, model.named_buffers)

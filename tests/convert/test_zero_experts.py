@@ -1,4 +1,4 @@
-"""Folders of LongCat-Flash with experts without computation; published folders hold no tensors of them."""
+"""Folders of LongCat-Flash with experts without computation. Published folders hold no tensors of them."""
 
 import json
 import re

@@ -17,7 +17,7 @@ RUN += ["checkpoint.every=1", "data.validation_fraction=0.2"]
 
 
 def make_tokenizer(file: Path, *, special: tuple[str, ...] = (END,), merges: int = 40) -> Path:
-    """A byte-level BPE; its ids do not depend on anything but the arguments."""
+    """A byte-level BPE. Its ids do not depend on anything but the arguments."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -14,11 +14,11 @@ from moefold.config.train import TrainConfig
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, KernelProfile
+from moefold.launch.rank_pool import WorkerPool
 from moefold.ops import gemm
 from moefold.ops.cpu.gemm import CGemm
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
 from tests.models import model_of
 
 MODEL = {

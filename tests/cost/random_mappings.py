@@ -74,7 +74,7 @@ def random_config(seed: int, method: str | Part = "mean") -> Config:
         return cfg
 
 
-def check_every_byte(seed: int, cfg: Config) -> None:
+def assert_every_byte(seed: int, cfg: Config) -> None:
     p = cfg.parallel
     layout = fold(world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp)
     # The formula is for the first data-parallel rank, and the tp rank with the most rows of the vocabulary.

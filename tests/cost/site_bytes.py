@@ -36,7 +36,7 @@ def recipe(model: str, mapping: dict[str, object], **sites: object) -> Config:
     return replace(cfg, run=replace(cfg.run, steps=8), sites=SitesConfig(count=2, every=8, **sites))
 
 
-def check_bytes(model: str, keys: dict[str, object]) -> None:
+def assert_bytes(model: str, keys: dict[str, object]) -> None:
     """A coded parameter takes whole blocks on each rank that has a part of it; a bias is sent by every rank."""
     num_checked = 0
     for mapping in MAPPINGS:

@@ -11,26 +11,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, activation_memory
+from moefold.cost.activation_memory import activation_memory
 from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.cost.auto_recompute import choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
-from moefold.model.head import CPU_CHUNK_TOKENS
 from moefold.model.loss import ChunkOptions, chunked_token_losses
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
 from moefold.ops import gemm
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
-from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
 from moefold.topology.layout import fold
@@ -96,12 +92,6 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
     # It is the gradient itself where that is in high precision, and there is none for one GEMM of all tokens.
     assert activation_memory(replace(cfg, run=replace(cfg.run, dtype="float32"))).head_gradient_sum == 0
     assert activation_memory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
-
-
-def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
-    assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
-    assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
-    assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

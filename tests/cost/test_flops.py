@@ -231,7 +231,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
 
 
 def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
-    """The matrix products of a transformer with the sizes of `model`, written out; no masks, norms or activations."""
+    """The matrix products of a transformer with the sizes of `model`, written out. No masks, norms or activations."""
     tokens, hidden, head_dim = seq_len * batch, model.hidden_size, model.softmax_attention.head_dim
     heads, groups = model.attention.num_heads, model.attention.num_kv_heads
 
@@ -292,7 +292,7 @@ def test_latent_attention_by_hand() -> None:
 
 
 def test_sparse_attention_by_hand() -> None:
-    """Two heads of the indexer of 8 dims, and 6 selected keys; latent attention is in the space of 6 + 2 dims."""
+    """Two heads of the indexer of 8 dims, and 6 selected keys. Latent attention is in the space of 6 + 2 dims."""
     sparse = {"attention.indexer.top_k": 6, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 8}
     dense, latent = train_flops_per_token(MIXTRAL_8X7B, 64), edit_model(LATENT, sparse)
     flops = train_flops_per_token(edit_model(MIXTRAL_8X7B, sparse), 64)

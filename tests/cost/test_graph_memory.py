@@ -24,7 +24,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
     for stage in model.stages:
         apply_cuda_graphs(stage, model.weight_cache, TapeRecorder, has_router=has_router)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     TrainingStep(model, cfg).run(sharder.batch(0), 1)
     hidden_bytes = cfg.train.seq_len * cfg.train.micro_batch_size * cfg.model.hidden_size * stage.dtype.itemsize
     total = 0

@@ -14,7 +14,7 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
-from tests.cost.random_mappings import check_every_byte, random_config
+from tests.cost.random_mappings import assert_every_byte, random_config
 from tests.models import model_of
 from tests.slow import slow
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("forks_without_threads")
 
 @pytest.mark.parametrize("seed", [*range(8), *slow((seed,) for seed in range(8, 24))])
 def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
-    check_every_byte(seed, random_config(seed))
+    assert_every_byte(seed, random_config(seed))
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.7])

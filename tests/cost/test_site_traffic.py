@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cost.site_bytes import MODELS, check_bytes
+from tests.cost.site_bytes import MODELS, assert_bytes
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -15,4 +15,4 @@ from tests.cost.site_bytes import MODELS, check_bytes
     ids=str,
 )
 def test_bytes_of_a_site_equal_the_boxes_of_its_ranks(model, keys):
-    check_bytes(model, keys)
+    assert_bytes(model, keys)

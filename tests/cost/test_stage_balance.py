@@ -1,3 +1,5 @@
+"""The cut of layers into stages: costs add up, no other cut is better, and memory parts are chosen last."""
+
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -140,7 +142,7 @@ LAYERS = {
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("loss", [0, 3, 25, 60])
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 1) * 2, (0, 1, 2) * 2, (0, 1) * 4, (0, 1, 2, 2, 1, 0)])
-def test_no_other_split_of_units_is_faster_or_has_a_smaller_product_with_the_bytes(layers, loss, ranks):
+def test_no_other_split_of_units_is_better(layers, loss, ranks):
     flops = [0, *LAYERS[layers], loss]
     sizes = [[30 + 20 * k, *(40 + x + 5 * k for x in LAYERS[layers]), 35 + k] for k in range(len(ranks), 0, -1)]
 

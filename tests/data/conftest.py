@@ -1,3 +1,5 @@
+"""Texts and files that several tests of data read."""
+
 from pathlib import Path
 
 import pytest

@@ -22,7 +22,7 @@ def _sequences(dtype: str) -> list[np.ndarray]:
 
 
 def _write_megatron(folder: Path, code: int, dtype: str, documents: tuple[int, ...] = DOCUMENTS) -> Path:
-    """Write a data set as Megatron-Core's IndexedDatasetBuilder does; returns the .bin."""
+    """Write a data set as Megatron-Core's IndexedDatasetBuilder does and return the .bin."""
     parts = _sequences(dtype)
     path = folder / "corpus_text_document.bin"
     path.write_bytes(b"".join(part.tobytes() for part in parts))

@@ -1,3 +1,5 @@
+"""Chat templates are rendered as transformers does, marked by turn, and bounded."""
+
 import json
 import re
 from pathlib import Path

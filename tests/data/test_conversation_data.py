@@ -1,3 +1,5 @@
+"""Conversations are read from each form of row, and other rows are refused."""
+
 import pytest
 
 from moefold.data.conversation_format import parse_conversation

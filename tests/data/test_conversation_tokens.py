@@ -1,4 +1,4 @@
-"""Conversations have the targets of transformers; their prompts equal inference's, or a warning says so."""
+"""Conversations have the targets of transformers. Their prompts equal inference's, or a warning says so."""
 
 import json
 import logging
@@ -143,7 +143,7 @@ def test_rows_of_trl_train_the_completion_only(tmp_path: Path):
 
 
 def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
-    """Of two templates, the one for tools is taken with tools; texts of a content are joined or passed on."""
+    """Of two templates, the one for tools is taken with tools. Texts of a content are joined or passed on."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = ChatTemplate("{{ messages[0].content }}", location="t", special_tokens={}, tool_source="{{ tools[0] }}")
     assert chat.render([{"role": "user", "content": parts}], None, "f:1").text == "a\nb"

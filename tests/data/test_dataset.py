@@ -1,3 +1,5 @@
+"""Datasets of a recipe: text, tokens and tokenizers open to the samples that were prepared."""
+
 import subprocess
 import sys
 from collections.abc import Callable

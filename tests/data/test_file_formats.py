@@ -1,3 +1,5 @@
+"""Objects of JSON lines, gzip and parquet files come with their places; damaged files are named."""
+
 import gzip
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Samples of fine-tuning: every assistant turn is a target once, and padding weighs nothing."""
+
 import json
 import logging
 import os

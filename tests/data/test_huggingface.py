@@ -1,3 +1,5 @@
+"""Data sets of the hub give their rows, cached and streamed, with states that lead to each row."""
+
 import json
 import subprocess
 import sys

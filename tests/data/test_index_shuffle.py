@@ -1,3 +1,5 @@
+"""The shuffle of indices is a permutation without memory, the same for the same key."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

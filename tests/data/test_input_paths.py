@@ -1,3 +1,5 @@
+"""Input files of a folder come in a fixed order; a missing path is answered with the most similar name."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Mixtures take each part in its own order and by its share."""
+
 import random
 
 import numpy as np

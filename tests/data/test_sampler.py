@@ -1,3 +1,5 @@
+"""Samplers visit every sample once an epoch, and a sample does not depend on earlier requests."""
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray

@@ -1,3 +1,5 @@
+"""Packing by best fit: every thing once, and no bin too full."""
+
 import random
 
 import pytest

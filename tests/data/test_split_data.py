@@ -1,3 +1,5 @@
+"""Training and validation share no sample, and the held-out share is the fraction asked for."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

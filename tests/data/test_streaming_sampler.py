@@ -1,3 +1,5 @@
+"""Streams pack text in order or shuffled by block, and a state leads to the same samples."""
+
 import json
 from collections.abc import Iterator
 from typing import Any

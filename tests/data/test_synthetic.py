@@ -1,3 +1,5 @@
+"""Synthetic tokens follow their formula, for any sample, by seed."""
+
 import tracemalloc
 
 import numpy as np

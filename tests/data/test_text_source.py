@@ -1,3 +1,5 @@
+"""Text files are read as documents in a fixed order without the loss of a byte; unreadable ones are named."""
+
 import io
 from pathlib import Path
 

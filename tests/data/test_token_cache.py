@@ -1,3 +1,5 @@
+"""The cache of tokenized text: equal tokens however text is cut, one writer, and no half-written entry."""
+
 import logging
 import os
 import signal

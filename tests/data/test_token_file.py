@@ -1,3 +1,5 @@
+"""Token files of each form are mapped as one row and checked before ranks start."""
+
 import os
 import tracemalloc
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""`moefold tokenize` writes every document once, with any number of processes, and resumes after a kill."""
+
 import json
 import os
 import re

@@ -1,3 +1,5 @@
+"""Tokenizers of bytes and of a JSON file encode and decode without loss; other files are refused."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path

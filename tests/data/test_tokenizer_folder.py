@@ -227,7 +227,7 @@ def test_vocabulary_and_merges_of_no_class_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "vocab.txt", "tekken.json", "qwen.tiktoken"])
-def test_a_vocabulary_that_transformers_would_convert_is_refused_with_the_way_out(tmp_path: Path, name: str):
+def test_a_vocabulary_that_needs_conversion_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"\n\x0b")
     with pytest.raises(ConfigError, match=rf"has {name}, but no tokenizer.json, .*; save one with transformers, which"):
         JsonTokenizer(tmp_path)

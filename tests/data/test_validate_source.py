@@ -1,3 +1,5 @@
+"""The check of data before training finds bad data in little time and imports nothing heavy."""
+
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Processes of a data job do every task once; a killed one is an error and no hang."""
+
 import os
 import signal
 import time

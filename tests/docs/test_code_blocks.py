@@ -15,7 +15,7 @@ from moefold.config.suggestions import key_types, sections
 from moefold.cost.hardware import load_device
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.validate.config import check_config
-from tests.cli.example_command import check_command
+from tests.cli.example_command import assert_command
 from tests.docs.markdown_page import PAGES, RECORDS, ROOT, Block, blocks, name_of, prose
 
 CURRENT = [page for page in PAGES if page not in RECORDS]
@@ -33,7 +33,7 @@ OPERATORS = frozenset({"|", "||", "&", "&&", ";", "(", ")", ">", ">>", "<", ">&"
 
 
 def commands_in(block: Block) -> list[str]:
-    """Return the commands of moefold in a block: in shell, after launchers and in pipes; elsewhere whole lines."""
+    """Return the commands of moefold in a block: in shell, after launchers and in pipes. Elsewhere whole lines."""
     found = []
     for line in re.sub(r" *\\\n *", " ", block.text).splitlines():
         line = line.strip()
@@ -66,7 +66,7 @@ def test_commands_can_be_typed(page):
     for block in blocks(page):
         for command in commands_in(block):
             try:
-                check_command(command)
+                assert_command(command)
             except AssertionError as error:
                 raise AssertionError(f"{block}: {error}") from None
 
@@ -222,4 +222,4 @@ def test_wrong_blocks_are_found(language, text):
 @pytest.mark.parametrize("command", ["moefold trian a.toml", "moefold train a.toml run.stepz=1", "moefold train --no"])
 def test_wrong_commands_are_found(command):
     with pytest.raises(AssertionError):
-        check_command(command)
+        assert_command(command)

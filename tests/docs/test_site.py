@@ -71,11 +71,11 @@ def test_markdown_of_code_hosts_becomes_markdown_of_the_site():
     ("link", "path", "uri", "found"),
     [
         ("log.md#a", "docs/api.md", "api.md", "log.md#a"),
-        ("../README.md", "docs/README.md", "pages.md", "index.md"),
-        ("README.md#features", "docs/index.md", "index.md", "pages.md#features"),
+        ("../README.md", "docs/index.md", "index.md", "index.md"),
+        ("../CONTRIBUTING.md#pages", "docs/index.md", "index.md", "contributing.md#pages"),
         ("../../README.md", "docs/tutorials/index.md", "tutorials/index.md", "../index.md"),
         ("../recipes/slurm.sbatch", "docs/cluster.md", "cluster.md", "files.md#recipes-slurm-sbatch"),
-        ("design/", "docs/README.md", "pages.md", "design/README.md"),
+        ("design/", "docs/index.md", "index.md", "design/README.md"),
         ("docs/gpu.md", "CONTRIBUTING.md", "contributing.md", "gpu.md"),
         ("https://x.org/a.md", "docs/api.md", "api.md", "https://x.org/a.md"),
         ("#here", "docs/api.md", "api.md", "#here"),
@@ -100,9 +100,17 @@ def test_every_page_is_in_the_navigation_once():
     # Design notes are listed by their own page.
     pages = {page for page in pages if not re.match(r"design/\d", page)}
     generated = {*hooks.PAGES_OF_FILES.values(), hooks.PYTHON_PAGE, hooks.FILES_PAGE}
-    assert sorted(pages - set(listed)) == [], "list the page in docs/README.md, in a section of hooks.TABS"
+    assert sorted(pages - set(listed)) == [], "list the page in docs/index.md, in a section of hooks.TABS"
     assert sorted(set(listed) - pages - generated) == []
     assert len(listed) == len(set(listed))
+
+
+def test_pages_outside_docs_bring_the_pages_that_they_link_to():
+    found = load("hooks").files_of_links({"docs/README.md"})
+    skills = {path.relative_to(ROOT).as_posix() for path in (ROOT / "skills").glob("*/SKILL.md")}
+    assert "AGENTS.md" in found
+    assert skills <= found
+    assert not any(path.startswith("docs/") for path in found)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def _written(name: str, text: str) -> str:
 
 
 def run_tutorial(page: Path, folder: Path, commands: Path) -> str:
-    """Run a tutorial in a folder and return its output; fails with it if a command fails.
+    """Run a tutorial in a folder and return its output. Fails with it if a command fails.
 
     Args:
         page: the tutorial.
@@ -55,7 +55,7 @@ def run_tutorial(page: Path, folder: Path, commands: Path) -> str:
 
 
 def lines_not_printed(page: Path, printed: str) -> list[str]:
-    """Return the lines of the outputs on a page that the commands did not print; numbers and padding may differ."""
+    """Return the lines of the outputs on a page that the commands did not print. Numbers and padding may differ."""
     found = {_masked(line) for line in printed.splitlines()}
     shown = [line for block in outputs(page) for line in block.text.splitlines()]
     return [line for line in shown if line.strip() and not _is_shown(_masked(line), found)]

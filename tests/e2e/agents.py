@@ -65,10 +65,10 @@ TORCHRUN = "from torch.distributed.run import main; main()"
 class ForkedAgent(Job):
     """torchrun on one node that starts immediately, as it is forked, and its ranks."""
 
-    def __init__(self, words: Sequence[str], log: Path, *, meet_at: str) -> None:
+    def __init__(self, words: Sequence[str], log: Path, *, meet_at: str, num_ranks: int = 1) -> None:
         self.log = log
         log.touch()
-        self.process = ForkedProcess(TORCHRUN, [*_torchrun_words(meet_at), *words], log)
+        self.process = ForkedProcess(TORCHRUN, [*_torchrun_words(meet_at, num_ranks), *words], log)
 
 
 class Agent(Job):
@@ -82,10 +82,9 @@ class Agent(Job):
         meet_at: str,
         prefix: Sequence[str] = (),
         local: Sequence[str] = (),
-        num_ranks: int = 1,
         **variables: str,
     ) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *_torchrun_words(meet_at, num_ranks, local)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *_torchrun_words(meet_at, local=local)]
         super().__init__([*prefix, *torchrun, *words], log, **variables)
 
 

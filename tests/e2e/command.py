@@ -38,7 +38,7 @@ TWO = ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")
 
 
 def environment() -> dict[str, str]:
-    """One thread for each rank, as on a machine with few cores it must be; prints arrive as they are written."""
+    """One thread for each rank, as on a machine with few cores it must be. Prints arrive as they are written."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -66,7 +66,7 @@ def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[
 
 
 def small(run_dir: Path, *words: str) -> list[str]:
-    """The words of a small run: an empty recipe and overrides; the last override of a key counts.
+    """The words of a small run: an empty recipe and overrides. The last override of a key counts.
 
     It saves where `words` set checkpoint.every, and then at its end too.
     """
@@ -81,7 +81,7 @@ def small(run_dir: Path, *words: str) -> list[str]:
 def train(
     run_dir: Path, *words: str, command: Callable[..., subprocess.CompletedProcess[str]] = moefold
 ) -> subprocess.CompletedProcess[str]:
-    """Train a small recipe; fails with its output unless it exits 0."""
+    """Train a small recipe. Fails with its output unless it exits 0."""
     done = command(*small(run_dir, *words))
     assert done.returncode == 0, done.stdout + done.stderr
     return done

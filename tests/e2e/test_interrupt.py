@@ -120,7 +120,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses(tmp_path / 'run')):06d}"]
 
 
-def test_second_jobs_in_the_same_folders_are_refused_after_a_save_and_the_first_continues(tmp_path):
+def test_a_second_job_in_the_same_folders_is_refused(tmp_path):
     run_dir, saved = tmp_path / "run", tmp_path / "saved"
     words = ("run.steps=100000", "checkpoint.every=3", f"checkpoint.dir={saved}")
     refused = []

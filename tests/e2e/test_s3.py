@@ -30,7 +30,7 @@ RUN += ["data.kind=text", "train.lr_schedule=constant"]
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Start a server with an empty bucket `bucket`; return a folder to work in."""
+    """Start a server with an empty bucket `bucket` and return a folder to work in."""
     pytest.importorskip("s3fs", reason=INSTALL)
     server = pytest.importorskip("moto.server", reason=INSTALL)
     import boto3
@@ -59,7 +59,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def moefold(*words: str, status: int = 0) -> str:
-    """Run a command in a process of its own; return its output."""
+    """Run a command in a process of its own and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "moefold", *words], capture_output=True, text=True, check=False, env=dict(os.environ)
     )

@@ -20,7 +20,7 @@ def losses_on(cfg: Config, device_type: str, steps: int) -> list[float]:
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+        loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         size = cfg.train.global_batch_size
         return [training.run(loader.batch(i * size), i + 1).loss for i in range(steps)]
 

@@ -51,9 +51,9 @@ def test_a_dropless_layer_waits_for_nothing(has_padding):
     weights = (torch.arange(64, device=device) < 40).float().expand(2, -1) / 80
     columns = TokenColumns(torch.arange(2, device=device), weights if has_padding else None)
     grad = torch.randn_like(x)
-    layer(x, columns).backward(grad)  # compiles
+    layer(x, columns).y.backward(grad)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(x, columns).backward(grad)
+        layer(x, columns).y.backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -109,7 +109,7 @@ def _absent_gpu(capability: int) -> Iterator[None]:
 
 
 def compiled_launches(launches: Iterable[Launch], capability: int) -> Iterator[tuple[Launch, Any]]:
-    """Compile each launch for a compute capability (90, 100), or find it in Triton's cache; yield both."""
+    """Compile each launch for a compute capability (90, 100), or find it in Triton's cache, and yield both."""
     from triton.runtime.jit import JITFunction
 
     with _absent_gpu(capability):

@@ -43,7 +43,7 @@ COMMAND = "make kernel-table"
 DEVICES = {90: H200, 100: B200}
 """GPU of each compute capability, times 10."""
 REGISTER_SLACK = 16
-"""Registers of a thread above the table that are allowed; compilers allocate them in units of 8."""
+"""Registers of a thread above the table that are allowed. Compilers allocate them in units of 8."""
 EP8 = {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}
 FP8 = {"precision": "fp8-blockwise"}
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
@@ -126,7 +126,7 @@ def launched_kernels() -> set[str]:
 
 
 def rule_faults(now: KernelResources, known_spill_bytes: int = 0) -> list[str]:
-    """Return which rules a compiled kernel breaks; they hold for every version of Triton."""
+    """Return which rules a compiled kernel breaks. They hold for every version of Triton."""
     faults = []
     if now.needs_mma and not now.uses_tensor_cores:
         faults.append(f"matrix products without wgmma or tcgen05: {now.mma or 'no tensor-core instruction'}")
@@ -171,7 +171,7 @@ def column(capability: int) -> str:
 
 
 def write_table() -> None:
-    """Replace the columns of this version of Triton; rows that are no longer launched are dropped."""
+    """Replace the columns of this version of Triton. Rows that are no longer launched are dropped."""
     new = {column(capability): compiled(capability) for capability in DEVICES}
     old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     names = sorted({name for rows in new.values() for name in rows})
@@ -192,7 +192,7 @@ def fill_cache(capability: int, is_representative: bool) -> None:
 
 
 def _fill_apart(cache: Path, capability: int, *, is_representative: bool) -> set[str]:
-    """Fill a cache folder in a process of its own, as Triton keeps kernels; return its kernels."""
+    """Fill a cache folder in a process of its own, as Triton keeps kernels. Return its kernels."""
     call = f"from tests.gpu_static.kernel_table import fill_cache; fill_cache({capability}, {is_representative})"
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     subprocess.run([sys.executable, "-c", call], cwd=ROOT, env=environment, check=True)
@@ -200,7 +200,7 @@ def _fill_apart(cache: Path, capability: int, *, is_representative: bool) -> set
 
 
 def pack_cache(folder: Path, capability: int, *, is_representative: bool = False) -> Path:
-    """Write the archive of the compiled launches into a folder; return its path.
+    """Write the archive of the compiled launches into a folder and return its path.
 
     Raises:
         SystemExit: kernels of the archive are not found again.

@@ -27,7 +27,7 @@ class Flags(NamedTuple):
 
 
 def seen_keys(queries: int, keys: int, flags: Flags) -> Tensor:
-    """Return which query attends to which key, [queries, keys]; the last query is at the last key."""
+    """Return which query attends to which key, [queries, keys]. The last query is at the last key."""
     distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
     seen = torch.ones(queries, keys, dtype=torch.bool)
     if flags.causal:

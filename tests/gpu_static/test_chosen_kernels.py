@@ -37,7 +37,7 @@ def _two_steps(cfg):
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
         data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-        loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+        loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         losses = []
         for i in range(2):
             losses.append(training.run(loader.batch(i), i + 1).loss)

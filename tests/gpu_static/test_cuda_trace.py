@@ -44,7 +44,7 @@ def test_a_copy_without_a_wait_is_none():
     assert counts.tolist() == [2, 2, 2, 2]
 
 
-def test_a_line_of_another_package_in_a_checkout_named_moefold_is_none_of_moefold():
+def test_lines_of_other_packages_are_not_of_moefold():
     read = eval(compile("lambda x: x.tolist()", "/home/me/moefold/.venv/lib/torch/_dynamo/eval_frame.py", "eval"))
     with trace_cuda(Trace(num_rows=8)) as trace:
         read(on_device(4))

@@ -1,4 +1,4 @@
-"""The launches of the host that `run.cuda_graphs` leaves, traced without a GPU; nothing in a graph needs the host."""
+"""The launches of the host that `run.cuda_graphs` leaves, traced without a GPU. Nothing in a graph needs the host."""
 
 from importlib.util import find_spec
 

@@ -38,12 +38,12 @@ def known_spill_bytes(name, column):
     return max((row["spill_bytes"] for key, row in cells.items() if key.endswith(architecture)), default=0)
 
 
-def check_rules(column, rows):
+def assert_rules(column, rows):
     faults = {name: rule_faults(now, known_spill_bytes(name, column)) for name, now in rows.items()}
     assert not any(faults.values()), {name: found for name, found in faults.items() if found}
 
 
-def check_table(column, rows, *, is_whole):
+def assert_table(column, rows, *, is_whole):
     before = {name: from_json(cells[column]) for name, cells in table().items() if column in cells}
     if not before:
         pytest.skip(f"the table has no column {column!r}")
@@ -61,19 +61,19 @@ def test_every_kernel_that_is_launched_is_compiled(representative):
 
 
 def test_representative_launches_keep_the_rules(representative):
-    check_rules(*representative)
+    assert_rules(*representative)
 
 
 def test_representative_launches_use_no_more_than_the_table(representative):
-    check_table(*representative, is_whole=False)
+    assert_table(*representative, is_whole=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100])
 def test_all_launches_keep_the_rules_and_the_table(capability):
     column, rows = compile_apart("--capability", str(capability))
-    check_rules(column, rows)
-    check_table(column, rows, is_whole=True)
+    assert_rules(column, rows)
+    assert_table(column, rows, is_whole=True)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_triton_and_weight_gradients_have_rates_of_their_own():
     assert flops_rate(Event("op", "_grouped_mm", "x:1", is_weight_gradient=True, **deep)) == 500e12
 
 
-def test_a_trace_takes_the_candidate_with_the_smallest_estimate_and_records_only_it():
+def test_a_trace_records_the_candidate_with_the_smallest_estimate():
     trace = Trace(event_seconds=event_seconds)
     x = torch.empty(1000, 1000, device="meta")
 

@@ -36,7 +36,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.contextmanager
 def serving(**limits: Any) -> Iterator[int]:
-    """Run the application on a thread; yields the port."""
+    """Run the application on a thread. Yields the port."""
     from moefold.host.http_protocol import make_server
 
     listener = listen("127.0.0.1", 0)

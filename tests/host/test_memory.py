@@ -1,3 +1,5 @@
+"""Available memory respects swap, control groups and limits of the address space."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Processes are recognised by number and start time, and signals wait for the start of a child."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""The place of a rank is read from the environment of each launcher, or refused."""
+
 import pytest
 
 from moefold.errors import ConfigError

@@ -26,7 +26,7 @@ def qwen3(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def of_kind(fresh_pool, mixtral, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the run folder of a small model of a kind, in float64 except "mixtral"; each is written once."""
+    """Returns the run folder of a small model of a kind, in float64 except "mixtral". Each is written once."""
     made = {"mixtral": mixtral}
 
     def folder(kind: str) -> Path:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -222,7 +224,7 @@ def test_every_log_probability_equals_training(pool, model, dtype, settings):
 
 
 def compare_packed(cfg: Config) -> list[bool]:
-    """Whether each row has the same log-probabilities packed and by itself."""
+    """Return whether each row has the same log-probabilities packed and by itself."""
     model = build(cfg)
     rows = [tuple((i * i + j) % 61 for i in range(length)) for j, length in enumerate((90, 2, 33, 65, 70))]
     alone = training_log_probs(model, rows)
@@ -331,8 +333,8 @@ def compare_without(cfg: Config, undone: str) -> tuple[float, float, int]:
     """As `compare`, with one part undone."""
     cpu_kernels = select._cpu_kernels
 
-    def undo(cfg: Config) -> Any:
-        kernels = cpu_kernels(cfg)
+    def undo(run: RunConfig, model: ModelConfig) -> Any:
+        kernels = cpu_kernels(run, model)
         changes: dict[str, Any] = {
             "router": {},
             "head": {"gemm": GemmByRows()},

@@ -69,7 +69,7 @@ def test_same_text_has_the_same_loss_and_continuation(folder, imported, tmp_path
     assert said[2] == said[0]
 
 
-def test_a_run_that_went_on_with_the_tokenizer_keeps_the_ends_and_another_does_not(imported):
+def test_ends_of_text_stay_with_the_same_tokenizer_only(imported):
     meta = read_meta(imported)
     other = imported.parent / "other.json"
     other.write_text((imported / "hf" / "tokenizer.json").read_text().replace('"cat"', '"cow"'))

@@ -101,7 +101,7 @@ def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
 
 
 def obey(folder: Path, mapping: dict[str, int]) -> Any:
-    """Return the results of the first rank's orders; the others follow."""
+    """Return the results of the first rank's orders. The others follow."""
     model = ServedModel(opened(folder, "generate", mapping, 16, 2))
     if model.loaded.groups.rank:
         return model.serve()

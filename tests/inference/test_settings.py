@@ -1,3 +1,5 @@
+"""Settings of inference: the mapping fits the ranks of the launcher, and the length fits the model."""
+
 import pytest
 
 from moefold.errors import ConfigError

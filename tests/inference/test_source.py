@@ -1,3 +1,5 @@
+"""A model is found from a run, a checkpoint or a Hugging Face folder; other paths are refused."""
+
 import contextlib
 import json
 import shutil

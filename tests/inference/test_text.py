@@ -1,3 +1,5 @@
+"""Generated text is shown without half characters and ends at its stop string."""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Evaluated rows: every token but the first of a sequence is a target once."""
+
 import os
 
 import numpy as np

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.convert.hf_models import make_model, save_model
 
 WORDS = ["<eos>", "[UNK]", "the", "cat", "sat", "on", "a", "mat", ".", "dog", "ran"]
-"""By id; the model has further ids."""
+"""By id. The model has further ids."""
 
 
 def save_with_words(path: Path) -> Path:

@@ -63,7 +63,7 @@ def test_program_cannot_start_all_sites():
 
 
 def _pipe(descriptor: int | str) -> str:
-    """Name of the file of a descriptor; "" if it is closed."""
+    """Name of the file of a descriptor, or "" if it is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except FileNotFoundError:

@@ -154,7 +154,7 @@ def test_site_that_missed_a_round_is_told_so():
     assert point.hello(2, connection=12) == {"missed": 0, "giver": 0, "version": 1}
 
 
-def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_only_that_round():
+def test_a_restarted_site_is_compared_with_weights_of_its_round():
     """The others registered before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
@@ -458,7 +458,7 @@ def test_lost_site_voids_only_the_round_of_its_pair():
     assert all("members" in point.again(site, 2) for site in range(5) if site != second[1])
 
 
-def test_site_of_pairs_takes_part_after_one_missed_round_and_joins_again_after_more():
+def test_a_site_of_pairs_joins_again_after_missed_rounds():
     point = Point(4, **PAIRS)
     point.all_here(4)
     found = []

@@ -36,7 +36,7 @@ print("went on")
 
 
 def fail(code: str, rank: int = 0, told: bool = False) -> tuple[int, str, str]:
-    """Run code as a rank of eight; return the status, its output, and its stderr."""
+    """Run code as a rank of eight and return the status, its output, and its stderr."""
     done = run_program(RANK, str(rank), str(int(told)), code)
     return done.returncode, done.stdout.strip(), done.stderr
 

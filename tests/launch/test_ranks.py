@@ -1,3 +1,5 @@
+"""Ranks of one machine are started on the right devices, and the job ends with the status of the worst."""
+
 import os
 import signal
 import threading

@@ -66,7 +66,7 @@ def _raise(place: RankEnv) -> None:
 
 
 def _rank(odd: object, file: Path, place: RankEnv, device_type: str, odd_rank: int = 1) -> int:
-    """Run steps with two collectives; the odd rank fails in one of them."""
+    """Run steps with two collectives. The odd rank fails in one of them."""
     (file.parent / f"rank-{place.rank}").write_text(str(os.getpid()))
     watchdog = Watchdog(place, LIMIT_S)
     failing = RankErrorHandler(place, lambda: False, watchdog)

@@ -14,7 +14,7 @@ LAYERS = (1, 3)
 
 
 def _counts(step: int) -> np.ndarray:
-    """Layer 1 is even throughout; layer 3 leaves expert 2 out and gives expert 0 `step` times the others' copies."""
+    """Layer 1 is even throughout. Layer 3 leaves expert 2 out and gives expert 0 `step` times the others' copies."""
     return np.array([[6, 6, 6, 6], [4 * step, 4, 0, 4]])
 
 

@@ -1,3 +1,5 @@
+"""A loss spike is the change of the mean loss over a round of sites."""
+
 from moefold.train.sites.callbacks import LossSpike
 
 

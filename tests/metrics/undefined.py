@@ -18,7 +18,7 @@ def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _paths(record: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the path of each key; paths of dicts in a list or below a key follow it."""
+    """Yield the path of each key. Paths of dicts in a list or below a key follow it."""
     for key, value in record.items():
         path = f"{prefix}{key}"
         yield path

@@ -36,7 +36,7 @@ def test_the_last_projections_stay_in_the_type_of_their_input():
     "kind", [GATES, *slow([(KDA | GATES,), (KDA | {"linear_attention.full_rank_gates": True},)])], ids=str
 )
 def test_hybrids_train_in_fp8_on_several_ranks_as_on_one(pool, kind):
-    """Scales of activations do not depend on the mapping; gradients of weights have other blocks of tokens."""
+    """Scales of activations do not depend on the mapping. Gradients of weights have other blocks of tokens."""
     model = HYBRID | kind | {"hidden_size": 32}
     one, several = (_quantized(tiny(model=model, moe={"choice": "round_robin"}, **mapping)) for mapping in ({}, ZERO_3))
     exact = replace(one, train=replace(one.train, precision="dtype"))

@@ -90,7 +90,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 
 def their_tensor(name: str, weights: dict[str, Tensor]) -> Tensor:
-    """Our tensor for a name of transformers; fails on a name that nothing answers."""
+    """Our tensor for a name of transformers. Fails on a name that nothing answers."""
     if name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         tied = "head.weight" if "head.weight" in weights else "embedding.weight"
         return weights[

@@ -86,7 +86,7 @@ def _passes(offload: ActivationOffload, forward, *args: Tensor):
     return offload.end_step()
 
 
-def test_a_storage_that_several_operations_save_is_stored_once_and_every_view_comes_back():
+def test_a_storage_saved_several_times_is_stored_once():
     offload, weight = _offload(), torch.rand(32, 32, dtype=torch.float64, requires_grad=True)
 
     def forward(x: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+"""Extents of an offload file never overlap, and the smallest hole that fits is filled first."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +38,7 @@ def test_extents_never_overlap_and_nothing_is_lost(wishes, limit):
 
 
 def _has_room(held, size, limit):
-    """Whether a run of free blocks below the limit, which counts blocks, is long enough."""
+    """Return whether a run of free blocks below the limit, which counts blocks, is long enough."""
     used = {block for e in held for block in range(e.start // ALIGNMENT_BYTES, e.stop // ALIGNMENT_BYTES)}
     free = "".join(" " if block in used else "." for block in range(limit))
     return "." * -(-size // ALIGNMENT_BYTES) in free

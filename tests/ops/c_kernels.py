@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.schema import Config
+from moefold.launch.rank_pool import WorkerPool
 from moefold.ops.cpu.build import COMPILERS
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import tiny
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")

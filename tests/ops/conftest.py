@@ -22,7 +22,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def built_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Builds a kernel whose compiler is told more flags; skips where they are another processor's.
+    """Builds a kernel whose compiler is told more flags. Skips where they are another processor's.
 
     Without flags it is the kernel of runs, whose library the cache has. Another library is compiled once for all files
     and workers of the session; its name is a hash of the flags too.

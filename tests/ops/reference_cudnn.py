@@ -15,7 +15,7 @@ BACKWARD_SCHEMA = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.de
 
 
 class ReferenceCudnn:
-    """cuDNN attention of [B, heads, S, D] tensors; arguments are bound to torch's schemas, by name."""
+    """cuDNN attention of [B, heads, S, D] tensors. Arguments are bound to torch's schemas, by name."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -110,7 +110,7 @@ def _with_gathered_pages(given: dict) -> dict:
 
 
 def _sequences(given: dict) -> list[dict]:
-    """Return the arguments of each sequence of variable length as a batch of one; return a whole batch as given."""
+    """Return the arguments of each sequence of variable length as a batch of one and return a whole batch as given."""
     if given["query"].dim() == 4:
         return [given]
     parts = []
@@ -157,7 +157,7 @@ def _query_heads(given: dict) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, given: dict) -> Tensor:
-    """Masked scores, [B, A, Sq, Sk]; the kernel aligns the last query with the last key."""
+    """Masked scores, [B, A, Sq, Sk]. The kernel aligns the last query with the last key."""
     distance = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
     left, right = given["window_size_left"], 0 if given["is_causal"] else given["window_size_right"]
     hidden = torch.zeros_like(distance, dtype=torch.bool)

@@ -97,7 +97,7 @@ def test_merged_blocks_equal_the_whole():
 
 
 def _random_mask(queries, keys, batch):
-    """Pairs at random; query 1 sees nothing in sample 0, query 0 sees all."""
+    """Pairs at random. Query 1 sees nothing in sample 0, query 0 sees all."""
     mask = torch.rand(batch, queries, keys, generator=torch.Generator().manual_seed(7)) < 0.5
     mask[0, 1] = False
     mask[:, 0] = True

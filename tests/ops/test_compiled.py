@@ -118,7 +118,7 @@ def _short_compilation() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_short_compilation")
 def test_inductor_computes_the_same():
-    """One function shows that it runs; it compiles the others in the same way."""
+    """One function shows that it runs. It compiles the others in the same way."""
     g, u = torch.randn(2, 3, 6, dtype=torch.float64)
     torch.testing.assert_close(CompiledSwiGLU().swiglu(g, u), F.silu(g) * u)
 

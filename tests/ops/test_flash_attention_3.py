@@ -1,4 +1,4 @@
-"""FlashAttention 3 is active only where it is registered, installed and agrees; stand-ins register themselves."""
+"""FlashAttention 3 is active only where it is registered, installed and agrees. Stand-ins register themselves."""
 
 import logging
 from importlib.util import find_spec

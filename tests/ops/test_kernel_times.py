@@ -1,4 +1,4 @@
-"""The record of kernel times: of one device and one version of the libraries; entries not understood are named."""
+"""The record of kernel times: of one device and one version of the libraries. Entries not understood are named."""
 
 import json
 import logging

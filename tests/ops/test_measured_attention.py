@@ -15,7 +15,7 @@ from tests.model.attention_reference import random_attention, with_gradients
 
 
 def _tuner(fastest, calls):
-    """A tuner whose candidates run once each; the one of this position is the fastest."""
+    """A tuner whose candidates run once each. The one of this position is the fastest."""
 
     def timer(candidate):
         candidate()

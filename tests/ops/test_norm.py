@@ -1,3 +1,5 @@
+"""RMS norm on a CPU equals float64 in values and gradients."""
+
 import pytest
 import torch
 from torch.nn import functional as F

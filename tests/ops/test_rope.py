@@ -1,3 +1,5 @@
+"""A rotated pair turns like a complex number, and its gradient equals differences."""
+
 import pytest
 import torch
 

@@ -19,7 +19,7 @@ HEADS = ((4, 2, 8), (3, 1, 5))
 
 
 def _tasks(window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the queries and of the keys of each task; keys of tasks overlap, and windows shorten them."""
+    """Rows of the queries and of the keys of each task. Keys of tasks overlap, and windows shorten them."""
     counts = np.array([(rows, min(keys, rows + window - 1) if window else keys) for rows, keys in LENGTHS])
     stops = np.cumsum(counts[:, 0])
     key_stops = 200 + 7 * np.arange(len(counts))

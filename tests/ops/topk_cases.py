@@ -10,7 +10,7 @@ INFINITY = float("inf")
 
 
 class Case(NamedTuple):
-    """Arguments of one call of `exact_topk`; each row is a case of its own."""
+    """Arguments of one call of `exact_topk`. Each row is a case of its own."""
 
     scores: Tensor
     k: int

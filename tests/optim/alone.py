@@ -20,6 +20,6 @@ def build_alone(
     model: ModelConfig | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a [train] section; Muon takes the shapes of the parameters from the model."""
+    """Build the optimizer of a [train] section. Muon takes the shapes of the parameters from the model."""
     cfg = Config(model=model or ModelConfig(), train=train, run=RunConfig(seed=seed))
     return build_optimizer(given, cfg.run, cfg.model, cfg.train, cfg.lora, make_group((0,), 0, None), store)

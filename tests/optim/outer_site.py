@@ -46,7 +46,7 @@ def in_blocks(tensors: Iterable[Tensor], block: int) -> Tensor:
     return torch.cat([functional.pad(t.flatten(), (0, -t.numel() % block)) for t in tensors])
 
 
-def check_same_shard(code_keys: dict[str, Any]) -> None:
+def assert_same_shard(code_keys: dict[str, Any]) -> None:
     """Ranks hold other shards of one parameter, and the same of the next: the code of the first must not matter."""
     decoded = []
     for rank in range(2):
@@ -65,7 +65,7 @@ def check_same_shard(code_keys: dict[str, Any]) -> None:
     assert torch.equal(*decoded)
 
 
-def check_residual(settings: SitesConfig) -> None:
+def assert_residual(settings: SitesConfig) -> None:
     """All that was sent, plus the residual at the end, is all that was to be sent, each part decayed since."""
     site = Site(settings)
     beta = settings.residual

@@ -1,3 +1,5 @@
+"""AdamW with wide or rounded moments equals its formula, on one rank and under a mapping."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,5 @@
+"""Parameter groups of optimizers: what decays, what has moments, and the learning rate of a step."""
+
 from dataclasses import replace
 
 import pytest

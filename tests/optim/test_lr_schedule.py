@@ -158,7 +158,7 @@ ENDED = [
 
 
 @pytest.mark.parametrize(("settings", "words", "last"), ENDED)
-def test_the_settings_to_train_on_with_are_legal_and_do_not_jump_to_the_middle_of_a_decay(
+def test_settings_to_train_on_with_are_legal_and_continue_the_decay(
     tmp_path, settings: dict[str, object], words: list[str], last: float
 ) -> None:
     cfg = config(20, **settings)

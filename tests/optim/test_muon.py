@@ -1,3 +1,5 @@
+"""Muon orthogonalises the matrices of layers as its oracle does and leaves the rest to AdamW."""
+
 from dataclasses import replace
 
 import pytest

@@ -10,7 +10,7 @@ from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import StateStore
-from tests.optim.outer_site import SHAPES, Site, check_residual, check_same_shard, gradients
+from tests.optim.outer_site import SHAPES, Site, assert_residual, assert_same_shard, gradients
 
 
 def exchange(sites: list[Site]) -> None:
@@ -224,10 +224,10 @@ CODES = ("bfloat16", "int8", "fp4")
 
 @pytest.mark.parametrize("precision", CODES[1:])
 def test_ranks_with_the_same_shard_decode_the_same_values(precision):
-    check_same_shard({"precision": precision})
+    assert_same_shard({"precision": precision})
 
 
 @pytest.mark.parametrize("precision", CODES)
 @pytest.mark.parametrize("beta", [1.0, 0.9])
 def test_residual_keeps_the_loss_of_codes(precision, beta):
-    check_residual(SitesConfig(count=2, residual=beta, precision=precision))
+    assert_residual(SitesConfig(count=2, residual=beta, precision=precision))

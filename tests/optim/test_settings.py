@@ -38,7 +38,7 @@ def start() -> dict[str, nn.Parameter]:
 
 
 def gradients(step: int) -> Iterator[torch.Tensor]:
-    """Yield the gradient of each weight in a step; they are small, so that `eps` counts."""
+    """Yield the gradient of each weight in a step. They are small, so that `eps` counts."""
     generator = torch.Generator().manual_seed(100 + step)
     for weight in start().values():
         yield 0.01 * torch.randn(weight.shape, generator=generator).double()

@@ -1,3 +1,5 @@
+"""Optimizer states in files or host memory give the same bits as states in device memory."""
+
 import resource
 from pathlib import Path
 

@@ -25,7 +25,7 @@ def _refusals(cfg: Config) -> list[str]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     refused = [_first_samples(batch, 3), _first_samples(batch, 0)]
     if cfg.parallel.pp > 1:
         refused.append(replace(_first_samples(batch, 2), num_micro_batches=2))

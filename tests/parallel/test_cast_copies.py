@@ -32,9 +32,7 @@ def _open(cfg: Config, keeps: bool):
     if keeps:
         model = replace(model, cast_copies=CastCopies(model.named_parameters.values()))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    return TrainingStep(model, cfg), BatchSharder(
-        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions
-    )
+    return TrainingStep(model, cfg), BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
 
 
 def _train(cfg: Config, keeps: bool):

@@ -33,7 +33,7 @@ def _train(cfg: Config) -> tuple[list[tuple[float, float]], float, dict[str, tor
     assert isinstance(block.attention.kernels.swiglu, CompiledSwiGLU) == (cfg.run.compile == "blocks")
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     losses = []
     stance = "default"
     for i in range(3):

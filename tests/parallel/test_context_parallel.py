@@ -276,7 +276,7 @@ class _CountPairs(TorchDispatchMode):
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, causal: tuple[bool, ...]) -> int:
-    """Pairs of one call; an argument that has its default does not reach the dispatcher."""
+    """Pairs of one call. An argument that has its default does not reach the dispatcher."""
     rows, columns = q.shape[2], k.shape[2]
     return rows * (rows + 1) // 2 if causal == (True,) else rows * columns
 

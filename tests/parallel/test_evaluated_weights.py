@@ -22,7 +22,7 @@ def _losses(cfg: Config, evaluates_first: bool):
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     if evaluates_first:
         training.evaluate([batch])
     for parameter in training.parameters.values():

@@ -74,7 +74,7 @@ def _train(cfg: Config, prefetches: bool):
                 module.set_custom_all_gather(_Recorder(stage, name or "root", log))
         logs.append(log)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     results = []
     gathers = []
     for step in range(2):

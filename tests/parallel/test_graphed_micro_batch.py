@@ -14,6 +14,7 @@ from torch import Tensor
 from moefold.comm.groups import fake_rank
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
+from moefold.launch.rank_pool import WorkerError
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import local
 from moefold.ops.expert_ops import GatheredRows, LazyCounts
@@ -27,7 +28,6 @@ from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
-from moefold.verify.ranks.pool import WorkerError
 from tests.parallel.recorded_graphs import CountedRecorders
 from tests.verify.linear_cases import HYBRID
 from tests.verify.recipes import LATENT, tiny
@@ -45,7 +45,7 @@ def _train(cfg: Config, model: ParallelModel) -> tuple[list[object], dict[str, T
     """Return the metrics of two steps with an evaluation between them, and the weights."""
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     metrics: list[object] = []
     for i in range(2):
         result = training.run(sharder.batch(i * cfg.train.global_batch_size), i + 1)

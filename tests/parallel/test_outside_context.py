@@ -15,11 +15,11 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.attention import CausalAttention
 from moefold.planner.search.document_search import candidate_strategies
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

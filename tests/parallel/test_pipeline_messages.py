@@ -56,7 +56,7 @@ class CountedMessages(PipelineMessages):
 
 
 class _Pass(torch.autograd.Function):
-    """x + weight, with a delayed gradient of the weight; counts the messages in both passes."""
+    """x + weight, with a delayed gradient of the weight. Counts the messages in both passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, stage: "CountingStage") -> Tensor:
@@ -94,7 +94,7 @@ class CountingStage(nn.Module):
 
 
 def run_counted(rows, stage_ranks: tuple[int, ...], count: int, splits: bool) -> tuple[list[int], list[int], float]:
-    """Run a step on this rank; return the counts of messages alive in each pass, the plan's counts, and the loss."""
+    """Run a step on this rank and return the counts of messages alive in each pass, the plan's counts, and the loss."""
     rank = dist.get_rank()
     observed: list[int] = []
     messages = CountedMessages()

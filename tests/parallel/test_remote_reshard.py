@@ -51,7 +51,7 @@ def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object)
 
 @torch.no_grad()
 def _transfer(cfg: Config) -> int:
-    """Send two versions of the weights; return the bytes that this rank sent of one version.
+    """Send two versions of the weights and return the bytes that this rank sent of one version.
 
     Each value of a weight tells its place in the tensor and the version, so a sampling rank knows the right value.
     """

@@ -106,7 +106,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
     moments = named_moments(training.optimizer, training.parameters)
     replicas = ReplicaCheck(model, moments, cfg.parallel.zero)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     training.run(batch, 1)
     found = [replicas.find_divergences(batch, _said("here"))]
     tensors: dict[str, Any] = {**training.parameters, **moments, **training.buffers}
@@ -190,7 +190,7 @@ def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     experts = model.stages[0].moe_layers()[1].experts
     assert isinstance(experts, FSDPModule)
     experts.set_custom_all_gather(_ErringGather())  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
     with patch.object(shared_gather, "open_shared_memory", open_other):
         training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     return _train_and_compare(training, cfg.parallel.zero, loader.batch(0), 1)
 
 
@@ -249,7 +249,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     return [_train_and_compare(training, cfg.parallel.zero, loader.batch(4 * i), i + 1) for i in range(2)]
 
 
@@ -266,9 +266,7 @@ def _metrics(cfg: Config) -> ReplicaMetrics | None:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    return training.run(
-        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0), 1
-    ).replicas
+    return training.run(BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0), 1).replicas
 
 
 def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
@@ -277,9 +275,7 @@ def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.nda
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(
-        first_sample
-    )
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(first_sample)
     training.begin_step(1, batch)
     loss = model.forward_backward(batch)
     dense, experts = [], []

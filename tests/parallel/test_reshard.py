@@ -215,7 +215,7 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
     target = InferenceModel.build(sample, groups)
     transfer = WeightTransfer(source, target)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, source.groups, source.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, source.groups, source.positions)
     stats = []
     for step in (1, 2):
         training.run(loader.batch(0), step)

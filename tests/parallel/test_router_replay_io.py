@@ -60,7 +60,7 @@ def _train(cfg: Config, num_steps: int) -> list[float]:
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions)
     writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg.model, cfg.train)) if groups.rank == 0 else None
     assert training.router_replay is not None
     norms = []

@@ -22,7 +22,7 @@ def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     size = cfg.train.global_batch_size
     results = [training.run(sharder.batch(i * size), i + 1) for i in range(2)]
     return [(result.loss, result.grad_norm) for result in results]

@@ -33,7 +33,7 @@ def _train(cfg: Config, shares: bool):
         with patch.object(fsdp_hooks, "open_shared_exchange", lambda group, device: None):
             training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    batches = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     size = cfg.train.global_batch_size
     numbers = []
     for step in range(2):

@@ -44,7 +44,7 @@ class CachingLinear(EmulatedLinear):
 
 
 def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -> tuple[DistributedRecord, int]:
-    """Run a recipe; returns how often a weight was quantised too."""
+    """Run a recipe and return how often a weight was quantised too."""
     is_shared = caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
     weight_cache = weight_cache or WeightCache(is_enabled=is_shared)
     linear = CachingLinear(FORMAT, weight_cache)

@@ -41,7 +41,7 @@ LIBRARIES: Mapping[str, frozenset[str] | None] = {
 }
 """Names of libraries that a formula may use; None: all. torch is in `_is_torch_maths`."""
 TORCH_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.special"})
-"""Modules of torch with functions of tensors; others load, compile or register code."""
+"""Modules of torch with functions of tensors. Others load, compile or register code."""
 TYPES = "moefold.config.groups."
 """Modules whose classes a formula may take, its arguments and results, but no function: parts compute with these."""
 ORACLES = "moefold.parts."
@@ -50,7 +50,7 @@ functions of another one, as convolutions and gates are the same in several kind
 INTROSPECTION = frozenset({"args", "func", "keywords", "gi_frame", "cr_frame", "ag_frame", "tb_frame"})
 """Attributes by which a closure, a `partial` or a generator gives back the objects that it was made with."""
 OF_PARAM_SPEC = frozenset({"name", "shape", "part", "matrix_rows", "never_as_matrix", "is_matrix"})
-"""Attributes of a `ParamSpec` that a formula may read; its others compute for the trainer, as `shard` and `numel`."""
+"""Attributes of a `ParamSpec` that a formula may read. Its others compute for the trainer, as `shard` and `numel`."""
 OF_CONTAINERS = frozenset({"append", "extend", "get", "items", "keys", "setdefault", "values"})
 """Methods of lists and dicts."""
 OF_ARGUMENTS = frozenset(
@@ -73,7 +73,7 @@ class ThePart(NamedTuple):
     classes: tuple[type, ...]
     """The class of the part, or the classes that the annotation of the field names."""
     path: str
-    """Fields from the part to it, as "router.softmax"; empty: the part itself."""
+    """Fields from the part to it, as "router.softmax". Empty: the part itself."""
 
 
 class Imported(NamedTuple):
@@ -89,7 +89,7 @@ Scope = Mapping[str, ThePart | Imported | None]
 
 
 def formula_reads(part: type[Part]) -> set[str]:
-    """Check the formula of a part; return the fields that it reads, of a part in a field as "router.bias".
+    """Check the formula of a part and return the fields that it reads, of a part in a field as "router.bias".
 
     Raises:
         FormulaError: it uses something that it may not.
@@ -451,7 +451,7 @@ def _imported(root: ast.expr, place: _Place) -> str | None:
 
 
 def _is_field_of(cls: type, name: str) -> bool:
-    """Return whether an attribute is the value of a field; no property or method takes its place."""
+    """Return whether an attribute is the value of a field. No property or method takes its place."""
     static = getattr_static(cls, name, None)
     is_value = not hasattr(type(static), "__get__") and cls.__getattribute__ is object.__getattribute__
     return is_value and name in {entry.name for entry in fields(cls)}
@@ -629,8 +629,8 @@ def _is_import_of(node: ast.AST, module: ModuleType) -> bool:
     )
 
 
-def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
-    """Check that a formula uses no code that trains, and reads each field of its part; return the read fields.
+def assert_formula(part, unread: Iterable[str] = ()) -> set[str]:
+    """Check that a formula uses no code that trains, and reads each field of its part. Return the read fields.
 
     The oracle itself reads the common fields of all kinds of a group: the framed fields, and fields of a layer's place.
     """

@@ -17,16 +17,14 @@ KINDS = built_in_kinds("dispatcher")
 def test_kinds_that_stand_for_others_exist() -> None:
     """Check the kinds that a dispatcher names."""
     parts = [find_part("dispatcher", kind) for kind in KINDS]
-    named = {kind for part in parts for kind in (part.prefers, part.falls_back_to, part.written_as)} - {""}
-    assert named <= set(KINDS)
-    assert [part for part in parts if bool(part.prefers) != bool(part.falls_back_to)] == []
+    assert {kind for part in parts for kind in part.resolves_to or ()} <= set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dispatcher_is_built_or_resolved(kind: str) -> None:
     """Check that each kind that a run does not resolve builds a dispatcher of its own."""
     part = find_part("dispatcher", kind)
-    assert (part.build is DispatcherPart.build) == bool(part.prefers)
+    assert (part.build is DispatcherPart.build) == bool(part.resolves_to)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_its_parameters_and_shards_are_the_module(group, kind):
         assert [(name, weight.shape) for name, weight in weights] == shapes(built.named_parameters())
         everything = shapes([*built.named_parameters(), *built.named_buffers()])
         assert list(parameter_shapes(cfg.model).items()) == everything
-        _check_shards(cfg, ParallelConfig(world_size=4, tp=2, ep=2, etp=2))
+        _assert_shards(cfg, ParallelConfig(world_size=4, tp=2, ep=2, etp=2))
 
 
-def _check_shards(cfg: Config, parallel: ParallelConfig) -> None:
+def _assert_shards(cfg: Config, parallel: ParallelConfig) -> None:
     cfg = replace(cfg, parallel=parallel)
     try:
         check_config(cfg)

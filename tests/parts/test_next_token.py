@@ -35,7 +35,7 @@ FAST = ("tp2-cp2-chunks", "pp2-mtp")
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in CASES if name not in FAST)])
 def test_the_z_loss_under_a_mapping_equals_the_oracle(pool, name):
-    """Two tp ranks do not divide the vocabulary; padding and first tokens of documents do not count."""
+    """Two tp ranks do not divide the vocabulary. Padding and first tokens of documents do not count."""
     case = {"model": {}, "train": {}} | CASES[name]
     model = {"vocab_size": 33} | case["model"]
     cfg = tiny(**case | {"model": model, "train": case["train"] | {"loss": Z_LOSS}})

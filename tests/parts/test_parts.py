@@ -17,7 +17,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.models import edit_model
-from tests.parts.formula_rule import check_formula
+from tests.parts.formula_rule import assert_formula
 
 PARTS = Path(moefold.parts.__file__).parent
 KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
@@ -81,7 +81,7 @@ UNREAD = {"layernorm": {"zero_centered"}}
 @pytest.mark.parametrize(
     ("group", "kind"), [pytest.param(*each, id=f"{each[0].group}-{each[1]}") for each in EVERY_KIND]
 )
-def test_a_formula_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
+def test_a_formula_reads_each_field_that_the_oracle_leaves_it(group, kind):
     part = find_part(group.group, kind)
     if not part.changes_maths:
         assert part.formula is Part.formula
@@ -90,7 +90,7 @@ def test_a_formula_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_
         assert part.formula is group.formula, "an earlier layer selects the keys"
         return
     assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
-    read = check_formula(part, UNREAD.get(kind, ()))
+    read = assert_formula(part, UNREAD.get(kind, ()))
     assert not part.framed & read
     for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm), ("temperature", Temperature)):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read

@@ -1,3 +1,5 @@
+"""`parallel="auto"` chooses a legal mapping that fits, and keeps what the recipe gives."""
+
 import re
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def test_the_chosen_mapping_is_legal_and_told(tmp_path):
     assert "bound by" in words
 
 
-def test_sparse_attention_is_searched_with_the_context_parallelism_that_it_allows(tmp_path):
+def test_sparse_attention_is_searched_with_its_kind_of_cp(tmp_path):
     words = ["model.attention.indexer.top_k=8", "model.attention.indexer.head_dim=16", "parallel.cp=2"]
     cfg, _ = planned(tmp_path, *words, "parallel.world_size=2")
     assert (cfg.parallel.cp, cfg.parallel.context.kind) == (2, "allgather")

@@ -43,7 +43,7 @@ def test_the_plan_of_a_recipe_says_that_sampling_is_not_priced(recipe, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_training_mapping_next_to_which_rollouts_cannot_be_sampled_is_not_legal(recipe, tmp_path, capsys):
+def test_a_mapping_that_leaves_no_memory_for_rollouts_is_not_legal(recipe, tmp_path, capsys):
     words = ["plan", str(recipe), "--gpu", "h100", "--num-gpus", "4"]
     recipe.write_text(RECIPE + "tp = 2\n")
     assert main([*words, "--json", "--top", "100"]) == 0

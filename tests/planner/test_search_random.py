@@ -19,7 +19,7 @@ from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.search.search import Search
 from tests.models import model_of
 from tests.planner.recipes import on_ranks
-from tests.planner.search.exhaustive import check_folds, every_mapping, priced, searching
+from tests.planner.search.exhaustive import assert_folds, every_mapping, priced, searching
 
 MOST = 1200
 """Mappings of a world, each with every way to save activations."""
@@ -129,4 +129,4 @@ def test_a_random_world_is_searched_whole(seed):
     totals = np.concatenate([priced(search, m)[1] for of_fold in mappings for m in of_fold])
     for part in (0.0, 0.02, 0.3, 1.0):
         room_gib = float(np.quantile(totals, part)) * (1 + 1e-9) / 2**30 - OVERHEAD_GIB
-        check_folds(world.search(room_gib), world.fixed)
+        assert_folds(world.search(room_gib), world.fixed)

@@ -19,13 +19,13 @@ from moefold.config.part_registry import find_part
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import config_to_dict
 from moefold.data.dataset import ProgramData
+from moefold.launch.rank_pool import WorkerPool
 from moefold.recipe import load_config
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.imports import imports_torch
 from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
 from tests.objectives.losses import policy
-from tests.parts.formula_rule import check_formula
+from tests.parts.formula_rule import assert_formula
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
 from tests.slow import slow
 from tests.verify.packed_rollouts import PackedRollouts
@@ -56,7 +56,7 @@ def test_its_formulas_follow_the_rule(key):
     part = find_part(key.partition(".")[2], PARTS[key][0])
     assert part.changes_maths == (part.formula is not Part.formula)
     if part.changes_maths:
-        check_formula(part)
+        assert_formula(part)
 
 
 def test_the_package_is_installed_and_no_part_of_the_wheel():

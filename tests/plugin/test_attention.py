@@ -10,12 +10,12 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
 from moefold.inference.engine.engine import model_cache_sizes
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from moefold.verify.shrink import shrink
 from tests.cost.measured_memory import assert_memory_close, measure_ranks, memory_config
 from tests.inference.example import opened, write_checkpoint
@@ -102,7 +102,7 @@ def cached_bytes(path: Path, mapping: dict[str, object]) -> tuple[set[str], int,
 
 
 @pytest.mark.parity
-def test_a_cache_of_its_own_gives_the_logits_of_the_whole_text_and_has_the_counted_bytes(pool, tmp_path) -> None:
+def test_its_own_cache_gives_equal_logits_and_has_the_counted_bytes(pool, tmp_path) -> None:
     path, pieces = tmp_path / "run", [5, 1, 3, 1, 1]
     pool.run(1, write_checkpoint, recipe(*GATED, f"run.dir={path}", "train.seq_len=24"))
     [whole] = pool.run(1, run_whole, path, sum(pieces))

@@ -7,7 +7,7 @@ import pytest
 from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from tests.parts.formula_rule import check_formula
+from tests.parts.formula_rule import assert_formula
 from tests.verify.oracle import TOLERANCE, assert_equals_oracle
 from tests.verify.recipes import tiny, without_mapping
 
@@ -57,7 +57,7 @@ def test_it_is_judged_on_two_ranks(pool, tmp_path):
 
     model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}
     cfg = centred(tiny(model=model, moe={"aux_loss": 0.0}, world_size=2, tp=2, ep=2), 1.0)
-    check_formula(type(cfg.moe.choice))
+    assert_formula(type(cfg.moe.choice))
     assert_equals_oracle(pool, cfg)
     ranks = pool.run(2, run_distributed, cfg, 1)
     assert any(name.endswith("expert_bias") for name in ranks[0].weights)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moefold.errors import ConfigError
+from moefold.launch.rank_pool import WorkerPool
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import moefold
 from tests.plugin.recipes import recipe, words
 

@@ -9,11 +9,11 @@ import torch
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
+from moefold.launch.rank_pool import WorkerError
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerError
 from tests.plugin.recipes import FOUR, PACKAGE, PARTS, SIZES, recipe
 
 ATTENTION = "model.attention"
@@ -59,8 +59,9 @@ def built(cfg: Config) -> None:
         ("return GatedAttention(", "return 1 / 0 + GatedAttention(", "fails in build(): ZeroDivisionError: division"),
         ("width = self.num_heads", "width = self.nothing", "fails in params(): AttributeError: 'Gated' object has no"),
         ("heads, head = self", "heads, head = self.nothing, self", "fails in core(): AttributeError: 'Gated' object"),
+        ("def open_caches(", "def caches(", "has a module with caches(), which is now open_caches()"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(changed, before, after, reason):
     word = changed(ATTENTION, before, after)

@@ -12,6 +12,7 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError, NoFormulaError
+from moefold.launch.rank_pool import WorkerPool
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.planner.cost_model.step import CostModel
@@ -23,7 +24,6 @@ from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.checkpoint.resumed_steps import train_steps
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE

@@ -95,7 +95,7 @@ def test_a_package_is_found_by_its_kind(install):
     ],
     ids=range(11),
 )
-def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnamed(install, code, reason):
+def test_a_broken_package_is_refused_only_where_it_is_named(install, code, reason):
     install(code)
     message = refusal("train.lr_schedule=half")
     assert message.startswith("train.lr_schedule='half' of moefold-half 0.3 (half_plugin:Half) ")

@@ -10,6 +10,7 @@ from moefold.config.part import Part
 from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.auto_layout_memory import max_in_flight
+from moefold.launch.rank_pool import WorkerPool
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.search.constraints import MappingConstraints, Restriction
@@ -19,7 +20,6 @@ from moefold.recipe import load_config
 from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from moefold.verify.ranks.pool import WorkerPool
 from tests.plugin.recipes import words
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping

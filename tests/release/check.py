@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class ReleaseError(Exception):
-    """A check that failed; the message says what to do."""
+    """A check that failed. The message says what to do."""
 
 
 def main(torch_arguments: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def check_version(version: str, changelog: str, citation: str) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Build the sdist, and the wheel from the sdist, of the committed files; return the wheel."""
+    """Build the sdist, and the wheel from the sdist, of the committed files. Return the wheel."""
     source = folder / "source"
     source.mkdir()
     run(["sh", "-c", f"git archive HEAD | tar -x -C '{source}'"], ROOT)
@@ -122,7 +122,7 @@ def check_installed(wheel: Path, folder: Path, torch_arguments: Sequence[str]) -
 
 
 def new_environment(folder: Path) -> Path:
-    """Create a virtual environment with pip; return the folder of its programs."""
+    """Create a virtual environment with pip and return the folder of its programs."""
     venv.create(folder, with_pip=True)
     return folder / "bin"
 

@@ -1,3 +1,5 @@
+"""Verifiers parse arithmetic exactly, refuse other text, and find the last number."""
+
 from fractions import Fraction
 from itertools import permutations, product
 

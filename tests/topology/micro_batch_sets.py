@@ -27,7 +27,7 @@ class Document(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Rows of a document, by position in the sample; each attends to the keys up to its own key."""
+    """Rows of a document, by position in the sample. Each attends to the keys up to its own key."""
 
     document: Document
     first: int

@@ -118,7 +118,7 @@ def _begun(cfg: Config) -> list[str]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     log.events.clear()
     model.forward_backward(batch)
     return log.events

@@ -1,3 +1,5 @@
+"""Folded layouts equal the paper's listings, and the groups of every legal folding obey their algebra."""
+
 import subprocess
 import sys
 from itertools import product
@@ -135,10 +137,10 @@ def test_group_algebra_of_every_legal_folding(world_size):
             assert sorted(view.axes) == sorted(axes)
             assert view.world_size == world_size
             for axis in axes:
-                check_axis(view, axis)
+                assert_axis(view, axis)
 
 
-def check_axis(view: View, axis: str) -> None:
+def assert_axis(view: View, axis: str) -> None:
     found = view.groups(axis)
     others = [other for other in view.axes if other != axis]
     assert sorted(rank for group in found for rank in group) == list(range(view.world_size))

@@ -81,7 +81,7 @@ def execute(plans: Sequence[RankPlan], num_stages: int) -> tuple[list[Action], l
     return done, at
 
 
-def check_plan(rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> tuple[RankPlan, ...]:
+def assert_plan(rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> tuple[RankPlan, ...]:
     plans = plan_messages(rows, stage_ranks)
     done, at = execute(plans, len(stage_ranks))
     assert at == [len(plan) for plan in plans]
@@ -108,8 +108,8 @@ def test_every_plan_ends_even_if_each_message_blocks_both_ranks(schedule, chunks
         if overlap and count == 1:
             continue
         rows = schedule_rows(schedule, pp, chunks, count, overlap=overlap)
-        check_plan(rows, ranks)
-        check_plan(forward_rows(rows), ranks)
+        assert_plan(rows, ranks)
+        assert_plan(forward_rows(rows), ranks)
 
 
 def random_rows(generator: random.Random) -> tuple[list[SlotRow], list[int]]:
@@ -141,7 +141,7 @@ def random_rows(generator: random.Random) -> tuple[list[SlotRow], list[int]]:
 def test_plans_of_files_in_any_order_end():
     generator = random.Random(5)
     for _ in range(100):
-        check_plan(*random_rows(generator))
+        assert_plan(*random_rows(generator))
 
 
 def test_a_receive_behind_a_send_is_found():
@@ -213,7 +213,7 @@ def test_a_slow_stage_has_no_queue():
     first = [(passes[0],) for passes in (*forward, *backward)]
     last = [(action,) for passes in forward for action in passes[1:]]
     last += [(action,) for passes in backward for action in passes[:0:-1]]
-    plans = check_plan([tuple(first), tuple(last)], (0, 1, 1))
+    plans = assert_plan([tuple(first), tuple(last)], (0, 1, 1))
     waiting = most = 0
     for operation in plans[1]:
         if isinstance(operation, tuple):

@@ -1,4 +1,4 @@
-"""Rows of pairs: all work, once, in an order that ends; the V is torch's."""
+"""Rows of pairs: all work, once, in an order that ends. The V is torch's."""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""Strings of a pipeline layout are parsed into stages, or refused with the position."""
+
 import pytest
 
 from moefold.errors import ConfigError

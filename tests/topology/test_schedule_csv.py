@@ -1,3 +1,5 @@
+"""Schedules of a CSV file are read and checked, and one that cannot run is refused."""
+
 import pytest
 
 from moefold.config.load import config_from_dict

@@ -1,4 +1,4 @@
-"""Rows of the built-in schedules are complete, and closed forms equal their execution; wrong rows are refused."""
+"""Rows of the built-in schedules are complete, and closed forms equal their execution. Wrong rows are refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

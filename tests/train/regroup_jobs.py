@@ -86,7 +86,7 @@ def recipe(
     checkpoint: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Config:
-    """A tiny recipe in float64 that saves; its reference has one rank."""
+    """A tiny recipe in float64 that saves. Its reference has one rank."""
     train = {"lr_schedule": "constant", "global_batch_size": 8} | sections.pop("train", {})
     cfg = tiny(train=train, **sections)
     settings = {"timeout_s": 30.0} | ({} if cfg.parallel.world_size == 1 else {"on_loss": "regroup"}) | (faults or {})

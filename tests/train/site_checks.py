@@ -29,7 +29,7 @@ from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint
 from tests.verify.recipes import without_mapping
 
 
-def check_equal(pool, cfg: Config, oracle: OracleSites) -> None:
+def assert_sites_equal_oracle(pool, cfg: Config, oracle: OracleSites) -> None:
     """Train the sites of a recipe of 5 steps, and compare them with their oracle and with each other."""
     in_pairs = cfg.sites.part.in_pairs
     run_dir = Path(cfg.run.dir)
@@ -53,7 +53,7 @@ def check_equal(pool, cfg: Config, oracle: OracleSites) -> None:
         assert records(folder)[-1]["sites"]["members"] == count
 
 
-def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], OracleSites]) -> None:
+def assert_sites_count_by_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], OracleSites]) -> None:
     """The texts differ in length, so the sums of the samples of each site differ too."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"q{i:02d}", "response": "x" * (20 + 9 * (i % 5))} for i in range(40)]
@@ -76,7 +76,7 @@ def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], O
     assert len(set(tokens)) > 1, "the sites would have the same weights"
 
 
-def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
+def assert_sites_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
@@ -107,7 +107,9 @@ def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
                 assert metrics[key] == whole_rounds[step][key], (step, key)
 
 
-def check_other_mapping(pool, tmp_path: Path, whole: Config, prefixes: tuple[str, ...] = ("outer.",)) -> None:
+def assert_sites_resume_under_another_mapping(
+    pool, tmp_path: Path, whole: Config, prefixes: tuple[str, ...] = ("outer.",)
+) -> None:
     """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping.
 
     Args:
@@ -125,7 +127,7 @@ def check_other_mapping(pool, tmp_path: Path, whole: Config, prefixes: tuple[str
         assert largest_error(other, one) <= TOLERANCE
 
 
-def check_return(pool, tmp_path: Path, cfg: Config, every: int) -> None:
+def assert_lost_site_returns(pool, tmp_path: Path, cfg: Config, every: int) -> None:
     """The others take 2 steps between rounds; the lost site may take fewer."""
     is_co2 = cfg.sites.overlap == 2
     go = tmp_path / "go"

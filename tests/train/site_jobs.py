@@ -23,11 +23,11 @@ from moefold.cost.site_traffic import recipe_format, site_traffic, wire_format
 from moefold.cost.state_bytes import master_dtype_bytes
 from moefold.host.listen import listen
 from moefold.launch.meet_server import MeetServer
+from moefold.launch.rank_pool import WorkerPool
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
 from tests.models import edit_model
 from tests.verify.recipes import tiny
 

@@ -29,7 +29,7 @@ def _step(cfg: Config) -> tuple[tuple[float, ...], list[tuple[tuple[int, ...], .
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     training.run(sharder.batch(0), 1)
     batch = sharder.batch(8)
     result = training.run(batch, 2)

@@ -50,7 +50,7 @@ def _move(cfg: Config) -> tuple[dict[str, np.ndarray], int]:
     }
     starts = mine["document_starts"]
     bounds = [DocumentBounds.of_positions(starts[i : i + B]) for i in range(0, per_rank, B)]
-    columns, placed = MicroBatchSetPlacer(cfg.parallel, cfg.train, groups).move_tokens(mine, bounds)
+    columns, placed = MicroBatchSetPlacer(cfg.batch_shape, groups).move_tokens(mine, bounds)
     assert len(placed) == len(bounds)
     return columns, dp.rank
 

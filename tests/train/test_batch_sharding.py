@@ -29,7 +29,7 @@ def _loader(cfg: Config, part: str = "train") -> tuple[BatchSharder, ParallelGro
     cp = groups.attn.cp
     positions = torch.as_tensor(sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, cp.size, cp.rank))
     return (
-        BatchSharder(getattr(data, part), cfg.run, cfg.model, cfg.parallel, cfg.train, groups, positions),
+        BatchSharder(getattr(data, part), cfg.batch_shape, groups, positions),
         groups,
         positions,
     )

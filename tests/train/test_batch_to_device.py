@@ -23,16 +23,11 @@ def test_each_tensor_of_a_batch_is_one_copy_without_a_wait(dtype):
     with fake_rank(cfg.parallel, 0) as groups:
         on_host = BatchSharder(
             data.train,
-            cfg.run,
-            cfg.model,
-            cfg.parallel,
-            cfg.train,
+            cfg.batch_shape,
             replace(groups, device=torch.device("cpu")),
             positions,
         )
-        on_cuda = BatchSharder(
-            data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, replace(groups, device=CUDA), positions
-        )
+        on_cuda = BatchSharder(data.train, cfg.batch_shape, replace(groups, device=CUDA), positions)
         expected = on_host.batch(0)
         with trace_cuda(Trace()) as trace:
             batch = on_cuda.batch(0)

@@ -40,7 +40,7 @@ def test_a_callback_sets_only_fields_of_its_stage():
 
 
 def _train_in_order(cfg: Config, is_reversed: bool) -> list[str]:
-    """Train with the callbacks of each stage in one of both orders; return their names."""
+    """Train with the callbacks of each stage in one of both orders and return their names."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
     if is_reversed:
         backwards = list(trainer.callbacks)

@@ -25,7 +25,7 @@ TWO_UPDATES = {"updates": 2, "objective": make_part("objective", "clip", clip_lo
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
 def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path, mapping):
-    """In float64 they equal the sampler's, also for the second update; newer weights would give other ones."""
+    """In float64 they equal the sampler's, also for the second update. Newer weights would give other ones."""
     cfg = recipe(tmp_path, 2, correction="clamp", kl=0.1, **TWO_UPDATES)
     pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)

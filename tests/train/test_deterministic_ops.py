@@ -67,7 +67,7 @@ def _step(cfg: Config) -> set[str]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     with NondeterministicOps() as ops:
         batch = sharder.batch(0)
         training.run(batch, 1)

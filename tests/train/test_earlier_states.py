@@ -117,7 +117,7 @@ def _train(name: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version_with_the_same_losses(pool, tmp_path, name):
+def test_a_run_resumes_from_a_checkpoint_of_an_earlier_version(pool, tmp_path, name):
     subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(tmp_path)], check=True)
     step, ranks, _ = RUNS[name]
     (found, *_) = pool.run(ranks, _train, name, str(tmp_path))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotLayout
+from moefold.checkpoint.peer_snapshot import PeerSnapshots, Snapshot, SnapshotGeneration, SnapshotLayout
 from moefold.launch.regroup import CannotChooseError
 from moefold.train.regroup_loop import MemberChoice, choose_survivors, snapshot_facts
 
@@ -12,8 +12,8 @@ FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 def snapshots(rank: int, *steps: int, generation: int = 1) -> PeerSnapshots:
     """Return the shards of rank `rank` of four after some steps: its own, and the shards of the rank before it."""
     made = PeerSnapshots("node")
-    made.generation, made.rank, made.layout = generation, rank, FOUR
-    made._slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]
+    slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]
+    made.generation = SnapshotGeneration(generation, rank, FOUR, slots)
     return made
 
 
@@ -43,8 +43,7 @@ def test_shards_lost_with_their_peer_need_a_checkpoint():
 
 
 def test_spares_fill_the_places_and_cannot_choose():
-    spare = snapshots(0, generation=0)
-    spare.rank = spare.layout = None
+    spare = PeerSnapshots("node")
     survivors = [spare, *(snapshots(rank, 8) for rank in (1, 2, 3))]
     assert choose_survivors(facts_of(*survivors), 4, survivors[1]) == MemberChoice((10, 11, 12, 13), 1, 8)
     with pytest.raises(CannotChooseError):
@@ -55,7 +54,7 @@ def test_first_snapshot_of_a_mapping_counts_where_a_rank_knows_that_all_have_it(
     confirmed = snapshots(1, 9, generation=2)
     others = [snapshots(rank, 8, generation=1) for rank in (2, 3)]
     for rank, one in zip((2, 3), others, strict=True):
-        one._unconfirmed = Snapshot(9, None, {}, {rank - 1: {}}), FOUR, rank
+        one._unconfirmed = SnapshotGeneration(2, rank, FOUR, [Snapshot(9, None, {}, {rank - 1: {}})])
     assert choose_survivors(facts_of(confirmed, *others), 3, others[0]) == MemberChoice((10, 11, 12), 2, 9)
     # Otherwise the snapshots before count.
     assert choose_survivors(facts_of(*others), 2, others[0]).generation == 1

@@ -76,7 +76,7 @@ def test_data_of_unknown_length_is_refused(words, reason):
     assert message.endswith("; set run.steps")
 
 
-def test_one_of_both_is_given_and_the_command_line_replaces_the_one_of_the_recipe(tmp_path):
+def test_the_command_line_replaces_epochs_or_steps_of_the_recipe(tmp_path):
     both = "run.steps=3 and run.epochs=2 both give the length of the run; leave one out"
     assert refused("run.steps=3", "run.epochs=2") == both
     recipe = tmp_path / "recipe.toml"

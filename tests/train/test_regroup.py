@@ -27,7 +27,7 @@ def largest_difference(first: Done, second: Done) -> float:
     return max((difference.max_abs for difference in found), default=0.0)
 
 
-def check_finished(done: Done, steps: int = 6) -> None:
+def assert_finished(done: Done, steps: int = 6) -> None:
     assert done.status == 0, done.output + done.errors
     # If a step was trained twice, the later one counts.
     last = {number: samples for number, samples, _ in done.steps()}
@@ -41,7 +41,7 @@ def check_finished(done: Done, steps: int = 6) -> None:
 def test_survivors_of_rank_0_finish_the_run(tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint=MEMORY, **EXPERTS)
     done = train(cfg, [Kill(0, 4, "backward")])
-    check_finished(done)
+    assert_finished(done)
     [fault] = read_faults(done.folder)
     assert (fault["lost"], fault["ranks"], fault["spares"], fault["generation"]) == ([0], [1, 3], [2], 1)
     assert (fault["step"], fault["from"]) == (3, "memory")
@@ -77,7 +77,7 @@ def test_phase_of_the_loss_does_not_matter(mapping, kill, checkpoint, tmp_path):
     parallel = {"world_size": 8} | MAPPINGS[mapping]
     settings = {"eval_every": 2, "eval_samples": 8}
     done = train(recipe(tmp_path / "run", train=settings, checkpoint=checkpoint, **parallel), [kill])
-    check_finished(done)
+    assert_finished(done)
     [fault] = read_faults(done.folder)
     assert fault["lost"] == [kill.rank]
     assert fault["from"] == ("memory" if checkpoint else "checkpoint")
@@ -98,7 +98,7 @@ def test_phase_of_the_loss_does_not_matter(mapping, kill, checkpoint, tmp_path):
 def test_losses_one_after_the_other_and_a_spare_takes_over(tmp_path):
     kills = [Kill(0, 3, "forward"), Kill(7, 5, "backward"), Kill(2, 4, "optimizer")]
     done = train(recipe(tmp_path / "run", zero=3, checkpoint=MEMORY, **EIGHT), kills)
-    check_finished(done)
+    assert_finished(done)
     # Only rank 7 has its shards, as its peer was rank 0; the spare takes part after the loss of rank 2.
     faults = read_faults(done.folder)
     assert [fault["lost"] for fault in faults] == [[0], [2], [7]]
@@ -113,7 +113,7 @@ def test_losses_one_after_the_other_and_a_spare_takes_over(tmp_path):
 def test_two_ranks_lost_at_once(ranks, source, tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint={"every": 2, "peer_every": 1}, world_size=8, zero=3)
     done = train(cfg, [Kill(rank, 4, "forward") for rank in ranks])
-    check_finished(done)
+    assert_finished(done)
     faults = read_faults(done.folder)
     assert sorted(rank for fault in faults for rank in fault["lost"]) == list(ranks)
     if len(faults) == 1:
@@ -144,7 +144,7 @@ def test_rank_lost_while_the_others_regroup(event, tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint={"every": 2, "peer_every": int(memory)}, **EIGHT)
     # The flight recorder still has the step of the loss.
     done = train(cfg, [Kill(0, 4, "backward"), Kill(rank, 4, event)])
-    check_finished(done)
+    assert_finished(done)
     assert read_faults(done.folder)[-1]["generation"] == 2
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshots_is_loaded(tmp_path):
     # With dp=1 no snapshot is taken; the spare still has the snapshot of step 1.
     cfg = recipe(tmp_path / "run", checkpoint={"every": 1, "peer_every": 1}, world_size=4, tp=2, zero=0)
     done = train(cfg, [Kill(1, 2, "forward"), Kill(0, 5, "forward")])
-    check_finished(done)
+    assert_finished(done)
     assert [(fault["step"], fault["from"]) for fault in read_faults(done.folder)] == [(1, "memory"), (4, "checkpoint")]
     assert "lacks shards" not in done.output
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshots_is_loaded(tmp_path):
 def test_saves_in_the_background_go_on(tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint={"async_save": True, "every": 1}, **EIGHT)
     done = train(cfg, [Kill(3, 4, "forward"), Kill(0, 5, "saving a checkpoint")])
-    check_finished(done)
+    assert_finished(done)
     assert largest_difference(done, train(recipe(tmp_path / "one"))) < TOLERANCE
 
 
@@ -172,7 +172,7 @@ def test_saves_in_the_background_go_on(tmp_path):
 def test_stopped_rank_is_killed_after_the_timeout(tmp_path):
     cfg = recipe(tmp_path / "run", faults={"timeout_s": 6.0}, **EIGHT)
     done = train(cfg, [Kill(6, 4, "forward", signal.SIGSTOP)])
-    check_finished(done)
+    assert_finished(done)
     assert [fault["lost"] for fault in read_faults(done.folder)] == [[6]]
 
 

@@ -165,7 +165,7 @@ def test_skipped_updates_are_consumed_and_not_trained_on(pool, tmp_path):
     assert after["tokens"] - before["tokens"] == 4 * S * (after["skipped"] is None)
 
 
-def test_a_longer_run_says_how_its_learning_rate_goes_on_and_follows_its_own_hint(pool, tmp_path):
+def test_a_longer_run_says_how_its_learning_rate_continues(pool, tmp_path):
     words = [*COMMON, "data.kind=synthetic", "train.lr=1e-2", f"run.dir={tmp_path / 'run'}"]
     (printed,) = pool.run(1, printed_by_rank, load_config(None, words))
     hint = printed.split("the same command with ")[1].split(" (")[0].split()

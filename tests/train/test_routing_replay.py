@@ -142,7 +142,8 @@ def _train_biased(cfg: Config) -> int:
             for layer in stage.moe_layers().values():
                 is_recording = self._records_routing
                 inner = layer.router.override if is_recording else None
-                self._replace(layer.router, "override", BiasedSampling(inner, 4))
+                self._overrides.append((layer.router, layer.router.override))
+                layer.router.override = BiasedSampling(inner, 4)
         return decoder
 
     PagedDecoder.__enter__ = enter_biased  # type: ignore[method-assign]

@@ -1,3 +1,5 @@
+"""Signals stop a run after its step, a second Ctrl-C at once, and one rank reports it."""
+
 import signal
 
 import pytest

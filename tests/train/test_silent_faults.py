@@ -195,7 +195,7 @@ def test_a_gradient_that_is_not_finite_is_located(pool, tmp_path):
 
 
 @pytest.mark.parametrize("zero", [1, *slow([(0,), (3,)])])
-def test_the_replica_whose_gradient_is_not_finite_is_named_before_the_sum_hides_it(pool, tmp_path, zero):
+def test_the_replica_whose_gradient_is_not_finite_is_named(pool, tmp_path, zero):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {}, world_size=2, zero=zero)
     message, _ = pool.run(2, train, cfg, poison_gradient)

@@ -49,7 +49,7 @@ def _probe(cfg: Config) -> tuple[list[list[int]], list[bool]]:
 
 
 @pytest.mark.parity
-def test_a_probe_compares_the_same_tokens_and_gives_the_routers_their_override_back(pool):
+def test_a_probe_compares_the_same_tokens_and_restores_routers(pool):
     cfg = tiny(data={"validation_fraction": 0.2}, train={"eval_every": 1, "global_batch_size": 4})
     ((choices, is_own),) = pool.run(1, _probe, cfg)
     assert is_own == [True, True]

@@ -15,16 +15,22 @@ from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
+from moefold.launch.rank_pool import WorkerError
 from moefold.launch.signed_lines import Message
 from moefold.train.sites.callbacks import describe_wait, hash_of_ranks
 from moefold.train.sites.meeting import ROUNDS_SETTING, equal_settings
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
-from moefold.verify.ranks.pool import WorkerError
 from tests.models import edit_model
 from tests.slow import slow
 from tests.train.oracle_sites import OracleSites
-from tests.train.site_checks import check_equal, check_other_mapping, check_resume, check_return, check_tokens
+from tests.train.site_checks import (
+    assert_lost_site_returns,
+    assert_sites_count_by_tokens,
+    assert_sites_equal_oracle,
+    assert_sites_resume,
+    assert_sites_resume_under_another_mapping,
+)
 from tests.train.site_jobs import (
     CODED,
     DILOCO,
@@ -88,7 +94,7 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
     """Weights between and after rounds, outer weights, momentum and losses, under each mapping."""
     sites, mapping = ORACLE_CASES[case]
     cfg = recipe(tmp_path, 5, sites, every=1, **mapping)
-    check_equal(pool, cfg, OracleSites(without_mapping(cfg)))
+    assert_sites_equal_oracle(pool, cfg, OracleSites(without_mapping(cfg)))
 
 
 @pytest.mark.slow
@@ -109,7 +115,7 @@ def test_sites_exchange_only_adapters(pool, tmp_path, mapping):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sites", "mapping"), [(MEAN, {}), *slow([(STREAMING, {"world_size": 2, "ep": 2})])])
 def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapping):
-    check_tokens(pool, tmp_path, recipe(tmp_path, 4, sites, **mapping), OracleSites)
+    assert_sites_count_by_tokens(pool, tmp_path, recipe(tmp_path, 4, sites, **mapping), OracleSites)
 
 
 def test_sites_compare_each_setting_of_a_table_by_its_path(tmp_path):
@@ -128,10 +134,9 @@ def test_sites_compare_each_setting_of_a_table_by_its_path(tmp_path):
 def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     cfg = adapted(tmp_path)
     with Server().running() as server:
-        recipe = of_site(cfg, 0, server.port)
-        settings = equal_settings(
-            recipe.run, recipe.model, recipe.parallel, recipe.train, recipe.lora, recipe.sites
-        ) | {"the hash of the frozen weights": 1}
+        there = of_site(cfg, 0, server.port)
+        settings = equal_settings(there.run, there.model, there.parallel, there.train, there.lora, there.sites)
+        settings |= {"the hash of the frozen weights": 1}
         first = MeetConnection("127.0.0.1", server.port, b"", 10.0)
         hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "round": 0}
         hello["version"] = 0
@@ -175,16 +180,16 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
     ],
 )
 def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
-    check_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
+    assert_sites_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
 
 
 @pytest.mark.slow
 def test_sites_resume_under_another_mapping(pool, tmp_path):
-    check_other_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, STREAMING))
+    assert_sites_resume_under_another_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, STREAMING))
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quorum(pool, tmp_path):
+def test_exchanges_go_on_without_a_lost_site_until_the_quorum(pool, tmp_path):
     cfg = recipe(tmp_path / "enough", 6, {"count": 3, "every": 2})
     few = recipe(tmp_path / "few", 6, {"count": 3, "every": 2, "quorum": 3})
     for one in (cfg, few):
@@ -296,7 +301,7 @@ def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
     ],
 )
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping, every):
-    check_return(pool, tmp_path, recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping), every)
+    assert_lost_site_returns(pool, tmp_path, recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping), every)
 
 
 def test_the_log_names_the_reason_of_a_wait():

@@ -77,7 +77,7 @@ def _train(cfg: Config) -> None:
     Trainer(cfg, groups, loss=loss, data=data, callbacks=[SlowCallback(clock)]).run(StopSignals())
 
 
-def test_it_covers_the_load_and_the_micro_batches_but_no_evaluation_and_no_callback(pool, tmp_path: Path):
+def test_it_covers_load_and_micro_batches_but_no_evaluation(pool, tmp_path: Path):
     train = {"seq_len": 16, "global_batch_size": BATCH, "micro_batch_size": MICRO_BATCH, "eval_every": 1}
     cfg = recipe(tmp_path, 3, train=train)
     pool.run(1, _train, replace(cfg, data=replace(cfg.data, kind="program")))

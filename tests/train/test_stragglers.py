@@ -1,4 +1,4 @@
-"""A rank that is slow by itself is named, whatever it shares with the others; those that wait for it are not."""
+"""A rank that is slow by itself is named, whatever it shares with the others. Those that wait for it are not."""
 
 import json
 import time

@@ -40,13 +40,7 @@ def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
     training = TrainingStep(model, cfg)
     load_checkpoint(Path(checkpoint), training.parameters, training.buffers, training.optimizer)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    return training.evaluate(
-        [
-            BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(
-                first_sample
-            )
-        ]
-    )
+    return training.evaluate([BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(first_sample)])
 
 
 def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):

@@ -37,7 +37,7 @@ def served(pool, tmp_path_factory):
 
 
 def in_float32(tmp_path: Path) -> Config:
-    """A recipe that vLLM can sample; runs against the stand-in are in float64, which shows equality."""
+    """A recipe that vLLM can sample. Runs against the stand-in are in float64, which shows equality."""
     cfg = recipe(tmp_path)
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 

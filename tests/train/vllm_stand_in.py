@@ -1,4 +1,4 @@
-"""A server with the interface of vLLM 0.32.0 and 0.33.0 that rollouts use; it computes with moefold's own engine.
+"""A server with the interface of vLLM 0.32.0 and 0.33.0 that rollouts use. It computes with moefold's own engine.
 
 It refuses the same requests as vLLM's own schemas: the names below are from `GenerateRequest` and `SamplingParams`.
 """
@@ -49,7 +49,7 @@ class StandIn:
         self.answers: dict[str, Any] = {}
         self.url = ""
         self.max_loads = 1000
-        """Requests to load weights that are carried out; later ones are answered and ignored."""
+        """Requests to load weights that are carried out. Later ones are answered and ignored."""
         self.flips_experts = False
         self.shift = 0.0
         """Added to minus each log-probability."""

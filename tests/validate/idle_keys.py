@@ -6,7 +6,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 
 
-def check_read(word: str, idle: list[str], active: list[str]) -> None:
+def assert_read(word: str, idle: list[str], active: list[str]) -> None:
     """Check that a setting is refused after some words, with the way out, and accepted after others."""
     with pytest.raises(ConfigError) as error:
         load_config(None, [*idle, word])

@@ -1,3 +1,5 @@
+"""Obstacles of dispatchers are refused by name, and `auto` avoids them."""
+
 import importlib.machinery
 import importlib.util
 from dataclasses import replace

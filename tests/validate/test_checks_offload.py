@@ -1,3 +1,5 @@
+"""Offloaded parts and their folder are accepted alone and refused where they cannot be."""
+
 import pytest
 
 from moefold.cost.recompute_parts import COMMON_PARTS

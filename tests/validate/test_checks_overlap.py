@@ -1,3 +1,5 @@
+"""An overlap that nothing can hide is refused."""
+
 import pytest
 
 from moefold.config.chosen import part_of_kind

@@ -1,3 +1,5 @@
+"""Every recomputed part is accepted alone, and `auto` with overlapped exchanges."""
+
 import pytest
 
 from moefold.cost.recompute_parts import recompute_parts

@@ -1,3 +1,5 @@
+"""Every recipe of the repository is legal, and faults of different rules are listed together."""
+
 import subprocess
 import sys
 from pathlib import Path

@@ -171,7 +171,7 @@ def test_the_cache_of_rollouts_is_counted_up_to_the_need_of_a_round():
 
 
 def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
-    """The states of all slots come first, also of those that shared prompts may take; pages have the rest."""
+    """The states of all slots come first, also of those that shared prompts may take. Pages have the rest."""
     cfg = recipe(*RL, "rollout.max_tokens=64", "model.layers=2 x (linear, full)")
     states = 16 * cache_sizes(cfg, "cpu").state_bytes
     full = cache_sizes(cfg, "cpu").kv_bytes(16 * 64)

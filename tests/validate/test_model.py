@@ -1,3 +1,5 @@
+"""Words for kinds of layers say whether a model has MoE and dense layers."""
+
 import pytest
 
 from tests.models import model_of

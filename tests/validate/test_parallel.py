@@ -1,3 +1,5 @@
+"""Degrees that errors offer are legal, and micro-batches fit the schedule."""
+
 import itertools
 import re
 

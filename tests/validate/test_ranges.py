@@ -1,3 +1,5 @@
+"""Every number of a recipe has a range, and values outside of it are refused with the rule."""
+
 import math
 import re
 import tomllib

@@ -1,3 +1,5 @@
+"""Settings of regrouping after a lost rank are refused where they cannot work."""
+
 import pytest
 
 from moefold.errors import ConfigError

@@ -1,3 +1,5 @@
+"""Settings of sites are refused where they cannot work; rounds are due at the computed steps."""
+
 import pytest
 
 from moefold.config.load import config_from_dict

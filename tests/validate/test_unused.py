@@ -1,3 +1,5 @@
+"""A setting without effect is refused, and each such key has a case with and without effect."""
+
 import re
 import tomllib
 
@@ -14,7 +16,7 @@ from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, holds, is_within, why_unread
-from tests.validate.idle_keys import check_read
+from tests.validate.idle_keys import assert_read
 
 RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
@@ -206,7 +208,7 @@ CASES = [
 
 @pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
 def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
-    check_read(word, idle, active)
+    assert_read(word, idle, active)
 
 
 WAY_OUT = re.compile(r"((?:[a-z]+\.)+[a-z_]+)=('[^' ]*'|true|false|[0-9][0-9.]*)(?=[ ,;]|$)")

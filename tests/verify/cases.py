@@ -34,7 +34,7 @@ class Case:
     steps: int = 2
 
     def config(self, folder: Path) -> Config:
-        """Return the recipe; its schedule file and its offloads to disk lie in the folder.
+        """Return the recipe. Its schedule file and its offloads to disk lie in the folder.
 
         In a case, `schedule_csv` holds the rank of each stage instead of a path.
         """

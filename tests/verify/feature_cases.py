@@ -489,7 +489,7 @@ MEMORY_STRATEGIES: dict[str, Callable[[int], Settings]] = {
     "offload": lambda i: {"offload": OFFLOADED[i % 3], "offload_min_kib": 0, "offload_waits": True},
     "offload, recompute": lambda i: {"offload": ("layer",), "offload_min_kib": 0, "recompute": RECOMPUTED[i % 4]},
 }
-"""Keys of [train]; which parts they name differs from case to case."""
+"""Keys of [train]. Which parts they name differs from case to case."""
 
 
 def _memory_case(strategy: str, number: int, mapping: Settings) -> Case:

@@ -215,7 +215,7 @@ SPLIT_BACKWARD = [
 
 
 def _split_backward_mixed() -> list[Settings]:
-    """Return each schedule with each axis on four ranks, then longer pipelines; models and zero levels rotate."""
+    """Return each schedule with each axis on four ranks, then longer pipelines. Models and zero levels rotate."""
     models = ({}, TIED, MTP, BIASED, LATENT_MTP)
     cases: list[Settings] = []
     for i, (schedule, virtual_stages) in enumerate(SPLIT_SCHEDULES):

@@ -9,9 +9,9 @@ from moefold.config.groups.router import BalanceScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
+from moefold.launch.rank_pool import WorkerPool
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
-from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import without_mapping
 
 RunAll = Callable[[list[Config], ProgramData | None], list[DistributedRecord]]

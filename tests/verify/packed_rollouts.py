@@ -20,7 +20,7 @@ class PackedRollouts(Sampler):
         return 64
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index`; log-probabilities are near an untrained model's, on both sides of the clips."""
+        """Return sample `index`. Log-probabilities are near an untrained model's, on both sides of the clips."""
         rng = np.random.default_rng(index)
         ends = np.sort(rng.choice(np.arange(4, S), 2, replace=False))
         documents = np.searchsorted(ends, np.arange(S + 1), side="right")

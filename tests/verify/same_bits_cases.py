@@ -205,7 +205,7 @@ OFFLOAD_SCHEDULED = [
 
 
 def _offload_mixed() -> list[Settings]:
-    """Return schedules with axes; models, parts, recomputation, loss chunk, destination and waiting rotate."""
+    """Return schedules with axes. Models, parts, recomputation, loss chunk, destination and waiting rotate."""
     found = []
     for number, schedule in enumerate(OFFLOAD_SCHEDULES):
         for j, axes in enumerate(OFFLOAD_AXES):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.verify.ranks.pool import WorkerError, WorkerPool
+from moefold.launch.rank_pool import WorkerError, WorkerPool
 from tests.verify.cases import Case
 
 MOST_RANKS = 4

@@ -4,7 +4,7 @@ from tests.verify.cases import Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 
 SPARSE = {"attention.indexer.top_k": 5, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 6}
-"""Sizes that are all different; most queries of a sample of 16 tokens see more keys than they select."""
+"""Sizes that are all different. Most queries of a sample of 16 tokens see more keys than they select."""
 SPARSE_LATENT = LATENT | SPARSE | {"attention.indexer.rope_interleaved": True}
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}

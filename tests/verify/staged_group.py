@@ -194,14 +194,14 @@ def _allreduce_options(opts: Any) -> Any:
 
 
 def _finish(outs: Sequence[Tensor], hosts: Sequence[Tensor]) -> Any:
-    """Copy the results to their tensors; return a completed work handle."""
+    """Copy the results to their tensors and return a completed work handle."""
     for out, host in zip(outs, hosts, strict=True):
         out.detach().copy_(host)
     return _completed(outs)
 
 
 def _finish_lists(outs: list[list[Tensor]], hosts: list[list[Tensor]]) -> Any:
-    """Copy lists of results to their tensors; return a completed work handle."""
+    """Copy lists of results to their tensors and return a completed work handle."""
     for group, group_hosts in zip(outs, hosts, strict=True):
         _finish(group, group_hosts)
     return _completed(outs)

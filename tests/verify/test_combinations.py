@@ -147,7 +147,7 @@ def _together(ranks: tuple[DistributedRecord, ...]) -> Found:
 
 
 def _run(pool, recipes: list[Config]) -> list[Found]:
-    """Return the results of each recipe; all have equally many ranks."""
+    """Return the results of each recipe. All have equally many ranks."""
     ranks = pool.run(recipes[0].parallel.world_size, _run_one_step_each, recipes, timeout_s=60.0 + 20.0 * len(recipes))
     return [_together(records) for records in zip(*ranks, strict=True)]
 
@@ -160,7 +160,7 @@ def selected_rows(request) -> dict[str, Row]:
 
 @pytest.fixture(scope="module")
 def plain_run(pool, selected_rows):
-    """The plain run of a class and an optimizer, made once; the selected rows share the ranks of their plain runs."""
+    """The plain run of a class and an optimizer, made once. The selected rows share the ranks of their plain runs."""
     kinds = {_kind(row) for row in selected_rows.values()}
     shared = SharedRanks(pool, {str(kind): Call(2, _run_one_step_each, ([_plain(kind)],)) for kind in sorted(kinds)})
 
@@ -234,7 +234,7 @@ FAST_CLASSES = [("tp", "dtype", "bfloat16")]
 
 
 def _classes() -> list[object]:
-    """Every axis with every precision and type; fast is one axis in bfloat16: the others have tests of their own."""
+    """Every axis with every precision and type. Fast is one axis in bfloat16: the others have tests of their own."""
     return [
         pytest.param(*levels, marks=() if levels in FAST_CLASSES else pytest.mark.slow)
         for levels in product(AXES, PRECISIONS, DTYPES)
@@ -293,7 +293,7 @@ def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero):
-    """In pairs of micro-batches, where FSDP has no hooks; with three pipeline ranks two first parts are pending."""
+    """In pairs of micro-batches, where FSDP has no hooks. With three pipeline ranks two first parts are pending."""
     plain = _plain(("ep", "dtype", "bfloat16", "adamw"))
     train = replace(plain.train, global_batch_size=12)
     plain = replace(plain, model=edit_model(plain.model, {"layers": 6}), train=train)

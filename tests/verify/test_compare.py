@@ -1,3 +1,5 @@
+"""Comparison of a run with its oracle finds a difference in any record, on any rank."""
+
 from dataclasses import fields, replace
 
 import pytest

@@ -84,7 +84,7 @@ class Weighted(SampleSource):
 def _weights(cfg: Config, positions: list[int]) -> tuple[int, np.ndarray, list[np.ndarray]]:
     groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size), torch.device("cpu"))
     split = SplitSampler(Weighted(), IndexRanges((range(64),)), order_key=None)
-    loader = BatchSharder(split, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, torch.tensor(positions))
+    loader = BatchSharder(split, cfg.batch_shape, groups, torch.tensor(positions))
     evaluation = [batch.columns["weights"].numpy() for batch in loader.eval_batches(6)]
     return groups.attn.dp.rank, loader.batch(0).columns["weights"].numpy(), evaluation
 
@@ -113,7 +113,7 @@ def _loss_of_known_bounds(cfg: Config) -> float:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     starts = batch.columns["document_starts"].chunk(cfg.num_micro_batches)
     assert batch.document_bounds == tuple(DocumentBounds.of_starts(x) for x in starts)
     assert any(len(bounds) > 2 for micro_batch in batch.document_bounds for bounds in micro_batch.of_samples)

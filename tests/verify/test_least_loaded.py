@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parity
 
 
 def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[DistributedRecord, int]:
-    """Run as `run_distributed`; return also the number of micro-batches and layers whose experts changed ranks."""
+    """Run as `run_distributed` and return also the number of micro-batches and layers whose experts changed ranks."""
     loans = []
     loan_of = LeastLoadedDispatcher.migration
 

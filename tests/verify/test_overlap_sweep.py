@@ -104,7 +104,7 @@ def _numbers(cfg: Config) -> list[float]:
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader, training = (
-        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions),
+        BatchSharder(data.train, cfg.batch_shape, groups, model.positions),
         TrainingStep(model, cfg),
     )
     step = training.run(loader.batch(0), 1)

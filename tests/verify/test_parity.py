@@ -57,9 +57,7 @@ def _rows_per_expert(cfg: Config) -> set[int]:
     for layer in model.moe_layers().values():
         layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[0].tokens_per_expert))
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    model.forward_backward(
-        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions).batch(0)
-    )
+    model.forward_backward(BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions).batch(0))
     return seen
 
 

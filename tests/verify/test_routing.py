@@ -163,7 +163,7 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool, mappings
     ],
     ids=str,
 )
-def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool, cuts):
+def test_the_last_loss_depends_on_no_axis_and_no_micro_batch_size(pool, cuts):
     def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
         moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
         cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)

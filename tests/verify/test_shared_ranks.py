@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moefold.verify.ranks.pool import WorkerError
+from moefold.launch.rank_pool import WorkerError
 from tests.verify.shared_ranks import MOST_CALLS, Call, SharedRanks, run_each
 
 pytestmark = pytest.mark.parity

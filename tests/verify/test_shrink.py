@@ -1,3 +1,5 @@
+"""Any legal recipe shrinks to a small legal one with the same mapping and kinds of layers."""
+
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -116,7 +118,7 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     ] == ["moe"] * 5
 
 
-def test_each_kind_of_attention_stays_where_windows_and_rope_have_patterns_of_their_own():
+def test_each_kind_of_attention_survives_other_patterns():
     words = [
         "model.layers=2 window, full, window/nope, window, full, window, window/nope, full, 2 window, full/nope",
         "model.sliding_window=9",

@@ -8,9 +8,10 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.launch.rank_pool import WorkerPool
 from moefold.validate.config import check_config
+from moefold.verify import PRELOAD
 from moefold.verify.distributed_run import run_on_groups
-from moefold.verify.ranks.pool import WorkerPool
 from tests.slow import slow
 from tests.verify.recipes import tiny
 from tests.verify.staged_group import init_staged_group
@@ -39,7 +40,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 @pytest.fixture(scope="module")
 def staged_pool():
     """Ranks on the CPU."""
-    return WorkerPool(preload=["tests.preload"], init_group=init_staged_group)
+    return WorkerPool([*PRELOAD, "tests.preload"], init_group=init_staged_group)
 
 
 @pytest.fixture(scope="module")

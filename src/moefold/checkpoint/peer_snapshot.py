@@ -69,8 +69,8 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
     """Return the newest step for which the survivors together have every shard; None if there is no such step.
 
     Args:
-        held_by_survivor: `PeerSnapshots.held()` of each process, by its `PeerSnapshots.rank`.
-        old_layout: `PeerSnapshots.layout` of any of them.
+        held_by_survivor: `SnapshotGeneration.held` of each process, by its rank in the generation.
+        old_layout: layout of the generation.
     """
     steps = {step for owners_by_step in held_by_survivor.values() for step in owners_by_step}
     for step in sorted(steps, reverse=True):
@@ -179,6 +179,26 @@ class Snapshot:
         )
 
 
+@dataclass
+class SnapshotGeneration:
+    """Snapshots of this process under one mapping, for the last two steps, so that one is always complete."""
+
+    number: int = 0
+    """Mappings up to this one for which every rank had a snapshot."""
+    rank: int | None = None
+    """Rank of this process in the mapping; None before the first snapshot, like `layout`."""
+    layout: SnapshotLayout | None = None
+    slots: list[Snapshot] = field(default_factory=lambda: [Snapshot(), Snapshot()])
+
+    def held(self) -> dict[int, frozenset[int]]:
+        """Return the ranks whose state this process has, by step."""
+        return {
+            slot.step: frozenset({self.rank, *slot.copies})
+            for slot in self.slots
+            if slot.step is not None and self.rank is not None
+        }
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Exchange of one mapping."""
@@ -197,14 +217,13 @@ class _Plan:
 
 
 class PeerSnapshots:
-    """Snapshots of this process for the last two steps, so that one is always complete.
+    """Snapshots of this process as long as it runs, over several mappings.
 
-    The object exists as long as the process, over several mappings. It refers to process groups only by the plan of the
-    current mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. The previous
+    It refers to process groups only by the plan of the current mapping, which `forget_groups` drops. The previous
     generation is kept until every rank has the first snapshot of the new generation.
 
-    After a loss of ranks, the survivors first agree on a generation: each sends the others its `generation`, and calls
-    `keep_generation` with the largest. Then `held`, `rank` and `layout` belong to this generation.
+    After a loss of ranks, the survivors first agree on a generation: each sends the others the number of its
+    `generation`, and calls `keep_generation` with the largest.
 
     Args:
         max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
@@ -214,24 +233,20 @@ class PeerSnapshots:
         self._node = node or socket.gethostname()
         self._max_bucket_bytes = max_scratch_bytes // 2
         self._plan: _Plan | None = None
-        self._slots = [Snapshot(), Snapshot()]
-        self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
+        self.generation = SnapshotGeneration()
+        """The generation whose first snapshot every rank has; without snapshots before that."""
+        self._unconfirmed: SnapshotGeneration | None = None
+        """The next generation, while this rank does not know whether all ranks have completed its first snapshot."""
         self.restored_parts: tuple[BoxTransfer, ...] = ()
         """Parts of every new shard in the last `restore`, and the rank that each came from."""
         self._restored: _SnapshotIndex | None = None
         self.old_ranks: list[int | None] = []
         """Rank in the old mapping of each rank that took part in the last `restore`."""
-        self.generation = 0
-        """Number of mappings for which every rank had a snapshot."""
-        self.layout: SnapshotLayout | None = None
-        """Layout of the snapshots; None before the first snapshot."""
-        self.rank: int | None = None
-        """Rank of this process when the snapshots were taken; None before the first snapshot."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the snapshots in host memory."""
-        return sum(slot.num_bytes for slot in self._slots)
+        return sum(slot.num_bytes for slot in self.generation.slots)
 
     def forget_groups(self) -> None:
         """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
@@ -240,48 +255,22 @@ class PeerSnapshots:
         """
         self._plan = None
 
-    def held_generations(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
-        """Return number, rank and `held` of each generation with snapshots in this process; local.
+    def generations(self) -> list[SnapshotGeneration]:
+        """Return the confirmed generation, and the next one if it has begun; local."""
+        return [self.generation] if self._unconfirmed is None else [self.generation, self._unconfirmed]
 
-        The first generation is confirmed. A second generation has a first snapshot, and this rank does not know whether
-        all ranks have completed it.
-        """
-        held_generations = [(self.generation, self.rank, self.held())]
-        if self._unconfirmed is not None:
-            slot, _, rank = self._unconfirmed
-            assert slot.step is not None
-            held_generations.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
-        return held_generations
-
-    def layout_of(self, generation: int) -> SnapshotLayout | None:
-        """Return the layout of this process's snapshots of a generation; None if it has no such snapshots."""
-        if generation == self.generation:
-            return self.layout
-        return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
-
-    def keep_generation(self, generation: int) -> None:
+    def keep_generation(self, number: int) -> None:
         """Keep only the snapshots of one generation; local.
 
         Args:
-            generation: the largest `generation` of the survivors. If any survivor has confirmed a generation, every
-                rank has completed its first snapshot, confirmed or not.
+            number: the largest confirmed one of the survivors. If any survivor has confirmed a generation, every rank
+                has completed its first snapshot, confirmed or not.
         """
-        if generation == self.generation + 1 and self._unconfirmed is not None:
-            self._confirm()
-        elif generation > self.generation:
-            # This process was a spare of that mapping.
-            self._slots = [Snapshot(), Snapshot()]
-            self.layout = self.rank = None
-            self.generation = generation
+        if number > self.generation.number:
+            # A process without its snapshots was a spare of that mapping.
+            kept = (held for held in self.generations() if held.number == number)
+            self.generation = next(kept, SnapshotGeneration(number))
         self._unconfirmed = None
-
-    def held(self) -> dict[int, frozenset[int]]:
-        """Return the ranks whose state this process has, by step; local."""
-        return {
-            slot.step: frozenset({self.rank, *slot.copies})
-            for slot in self._slots
-            if slot.step is not None and self.rank is not None
-        }
 
     def read_part(self, transfer: BoxTransfer) -> Tensor:
         """Return the values of a restored part that came from this process."""
@@ -294,14 +283,15 @@ class PeerSnapshots:
         Args:
             step: a step that every member of the lost mapping holds.
         """
-        has_step = any(slot.step == step for slot in self._slots)
+        slots = self.generation.slots
+        has_step = any(slot.step == step for slot in slots)
         states = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
         if not has_step:
-            self._slots[0] = Snapshot(step, next(progress for progress in states if progress is not None))
+            slots[0] = Snapshot(step, next(progress for progress in states if progress is not None))
 
     def snapshot(self, step: int) -> Snapshot:
-        """Return the snapshot of a step, which must be in `held`."""
-        return next(slot for slot in self._slots if slot.step == step)
+        """Return the snapshot of a step, which the generation must have."""
+        return next(slot for slot in self.generation.slots if slot.step == step)
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor], train_state: TrainState, groups: ParallelGroups) -> None:
@@ -318,28 +308,22 @@ class PeerSnapshots:
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
             shards = {(name, box): local_tensor(state[name]) for name, box in self._plan.boxes}
-            slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
+            slot = min(self.generation.slots, key=lambda slot: -1 if slot.step is None else slot.step)
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
         # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
-        last = max(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
-        self._slots = [last, Snapshot()]
+        last = max(self.generation.slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        self.generation.slots = [last, Snapshot()]
         shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
         slot = Snapshot()
         self._fill(slot, plan, shards, train_state)
-        self._unconfirmed = slot, plan.layout, groups.rank
+        new = SnapshotGeneration(self.generation.number + 1, groups.rank, plan.layout, [slot, Snapshot()])
+        self._unconfirmed = new
         all_reduce_sum(torch.ones(1, device=groups.device), groups.world)
-        self._confirm()
+        self.generation, self._unconfirmed = new, None
         self._plan = plan
-
-    def _confirm(self) -> None:
-        assert self._unconfirmed is not None
-        slot, self.layout, self.rank = self._unconfirmed
-        self._slots = [slot, Snapshot()]
-        self._unconfirmed = None
-        self.generation += 1
 
     def _fill(self, slot: Snapshot, plan: _Plan, shards: Mapping[BoxKey, Tensor], train_state: TrainState) -> None:
         groups = plan.groups
@@ -443,8 +427,8 @@ class PeerSnapshots:
         self.restored_parts = (*local, *(transfer for transfers in buckets for transfer in transfers))
         self._restored = boxes
         # If another rank is lost before the first snapshot of this mapping, this step is restored again.
-        self._slots = [slot, Snapshot()]
-        self.old_ranks = all_gather_objects(self.rank, world)
+        self.generation.slots = [slot, Snapshot()]
+        self.old_ranks = all_gather_objects(self.generation.rank, world)
         return slot.train_state
 
 

@@ -57,7 +57,7 @@ def certify(
         for rank, copy in slot.copies.items()
         for key, values in copy.items()
     }
-    faults = list(_changed_snapshots(slot, snapshots.rank, digests, copies))
+    faults = list(_changed_snapshots(slot, snapshots.generation.rank, digests, copies))
     shards = local_boxes(state)
     faults += _differing_parts(snapshots, shards, hasher, groups)
     faults += _restored_faults(slot, restored, groups)

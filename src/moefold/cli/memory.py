@@ -214,14 +214,16 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_device(cfg, "cpu")
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
+    from moefold.launch.rank_pool import WorkerPool
     from moefold.train.memory_profile import measure_rank
-    from moefold.verify.ranks.pool import WorkerPool
+    from moefold.verify import PRELOAD
 
     prepare(**dataset_request(cfg))
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
         progress.report(f"starting {world_size} ranks")
-        ranks = WorkerPool().run(world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S, on_progress=progress.report)
+        pool = WorkerPool(PRELOAD)
+        ranks = pool.run(world_size, measure_rank, cfg, timeout_s=RANKS_TIMEOUT_S, on_progress=progress.report)
     if as_json:
         print(json.dumps({"dry": False, "note": message, "ranks": [asdict(rank) for rank in ranks]}))
         return 0

@@ -193,7 +193,7 @@ def _is_searched(key: str, choice: str) -> bool:
     """Return whether the search tries a choice. It skips schedules from files and dispatchers that stand for others."""
     if key == "schedule":
         return not schedule_named(choice).is_for_one_mapping
-    return not (choice in built_in_kinds(key) and find_part(key, choice).prefers)
+    return not (choice in built_in_kinds(key) and find_part(key, choice).resolves_to)
 
 
 def _is_from_outside(key: str, choice: str) -> bool:

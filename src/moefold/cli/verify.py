@@ -186,10 +186,11 @@ def _notes(align: AlignConfig, rl: RLConfig, sites: SitesConfig, *, is_shrunk: b
 
 
 def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Sequence["DistributedRecord"]:
+    from moefold.launch.rank_pool import WorkerPool
+    from moefold.verify import PRELOAD
     from moefold.verify.distributed_run import run_distributed
-    from moefold.verify.ranks.pool import WorkerPool
 
-    return WorkerPool().run(
+    return WorkerPool(PRELOAD).run(
         cfg.parallel.world_size, run_distributed, cfg, steps, timeout_s=RANKS_TIMEOUT_S, on_progress=on_progress
     )
 

@@ -45,7 +45,7 @@ class FaultsConfig:
     on_loss: Literal["stop", "regroup"] = "stop"
     """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
     resumes. regroup: the other ranks continue in their processes, with fewer data-parallel replicas and the same global
-    batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
+    batch, from memory or the last checkpoint ([elastic.md](elastic.md#continuing-without-a-restart))."""
     min_ranks: Annotated[int, at_least(1), ReadIf("faults.on_loss=regroup")] = 1
     """Minimum number of ranks after a regroup; with fewer, the job ends."""
 

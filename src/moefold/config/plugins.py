@@ -29,7 +29,14 @@ INTERFACE = 1
 """Version of the interface of parts; a part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
 _RESERVED = frozenset({"kind", "group", "key"})
-_RENAMED = {"decoding_is_post": "softmax_in_decoding", "room": "receive_capacity"}
+_RENAMED = {
+    "choose": "select",
+    "decoding_is_post": "softmax_in_decoding",
+    "falls_back_to": "resolves_to",
+    "prefers": "resolves_to",
+    "room": "receive_capacity",
+    "written_as": "resolves_to",
+}
 """Present names of optional members of parts, by the names that moefold 0.2.0 read."""
 _FILE_MODULE = "moefold_part_"
 """Start of the name of a module that was imported from a file."""

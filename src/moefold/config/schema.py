@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from moefold.config.align import AlignConfig
+from moefold.config.batch_shape import BatchShape
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.field import SAME_RUN, ReadIf, VerifyAs
+from moefold.config.groups.context import ContextPart
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -71,6 +73,24 @@ class Config:
     def num_micro_batches(self) -> int:
         """Micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return self.train.num_micro_batches(self.parallel.dp)
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """Sizes of the batches."""
+        context = self.parallel.context
+        assert isinstance(context, ContextPart), "the loader builds parts"
+        return BatchShape(
+            global_batch_size=self.train.global_batch_size,
+            micro_batch_size=self.train.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+            seq_len=self.train.seq_len,
+            vocab_size=self.model.vocab_size,
+            mtp_layers=self.model.mtp_layers,
+            dp=self.parallel.dp,
+            cp=self.parallel.cp,
+            context=context,
+            is_float64=self.run.dtype == "float64",
+        )
 
     @property
     def vocab_rows(self) -> int:

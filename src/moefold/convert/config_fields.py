@@ -61,7 +61,7 @@ class Renamed:
     Attributes:
         hf_key: key of config.json.
         key: key of [model].
-        default: replaces an absent or null key.
+        default: replaces an absent key, and null unless the minimum is above 0.
         also: other spellings of the key, which are read but not written.
         copies: other keys of [model] with the same value; different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
@@ -85,7 +85,7 @@ class Renamed:
         name, value = self._first_value(hf_config)
         if value is None and self.default_key:
             value = hf_config.get(self.default_key)
-        if value is None:
+        if value is None and not (self.minimum > 0 and name in hf_config):
             if self.default is REQUIRED:
                 raise ConfigError(f"config.json lacks {self.hf_key}")
             value = self.default

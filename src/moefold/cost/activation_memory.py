@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
+from moefold.config.chunk_sizes import CPU_LOSS_TOKENS, MAX_COPIED_LOGITS, MIN_UPCAST_CHUNK_ROWS, NUM_UPCAST_CHUNKS
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.layer_sizes import KernelProfile, LayerSizes
 from moefold.config.groups.schedule import SchedulePart
@@ -23,15 +24,6 @@ from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart
 from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.selection_groups import shares_selections
-
-LOSS_TILE_TOKENS = 512
-"""Tokens per tile of the tiled loss, whose logits are in memory in the compute type."""
-LOSS_VOCAB_TILES = 8
-"""Vocabulary tiles of the tiled loss."""
-MIN_LOSS_VOCAB_ROWS = 256
-"""Minimum rows of a vocabulary tile."""
-LOSS_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits that the loss copies at a time by device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,14 +151,14 @@ class ActivationMemory(LayerSizes):
             if not self._tiles_loss:
                 # Their gradient.
                 return self.gathered_tokens * rows * self.item_bytes
-            part = min(rows, max(MIN_LOSS_VOCAB_ROWS, rows // LOSS_VOCAB_TILES))
+            part = min(rows, max(MIN_UPCAST_CHUNK_ROWS, rows // NUM_UPCAST_CHUNKS))
             # A low-precision GEMM output next to its high-precision copy, or a high-precision copy of its operands.
-            width = min(LOSS_TILE_TOKENS, self.gathered_tokens) + self.model.hidden_size
+            width = min(CPU_LOSS_TOKENS, self.gathered_tokens) + self.model.hidden_size
             return part * width * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
         logits = self.loss_chunk_tokens * rows
         # A gradient in high precision is written over the logits.
         gradient_bytes = logits * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
-        copy_bytes = min(logits, LOSS_COPIED_LOGITS[self.kernels.device_type]) * self.high_precision_bytes
+        copy_bytes = min(logits, MAX_COPIED_LOGITS[self.kernels.device_type]) * self.high_precision_bytes
         return logits * self.high_precision_bytes + max(gradient_bytes, copy_bytes)
 
     def delayed_wgrad_mtp(self) -> BytesByPart:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from moefold.config.chunk_sizes import MAX_COPIED_LOGITS
 from moefold.config.layers import Layer
 from moefold.config.pipeline_actions import SlotRow
 from moefold.cost.activation_memory import ActivationMemory
@@ -13,8 +14,6 @@ PHASES = (("attention", "core attention"), ("dense MLP",), ("experts", "dispatch
 """Parts of a layer that are in memory at different times; all others are during the whole layer."""
 MTP_INPUTS = 3
 """Hidden states of the main model that wait while an MTP layer runs: its two inputs, and the input of the head."""
-COPIED_LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Bytes of logits that a loss without chunks copies at a time, by device."""
 
 
 def forward_activations(formula: ActivationMemory, chunks: Sequence[ModelChunk]) -> BytesByPart:
@@ -67,4 +66,4 @@ def _loss_workspace(formula: ActivationMemory) -> int:
     if formula.loss_chunk_tokens:
         return formula.transient_logits
     logits = formula.gathered_tokens * formula.vocab_rows
-    return min(logits * formula.high_precision_bytes, COPIED_LOGIT_BYTES[formula.kernels.device_type])
+    return min(logits, MAX_COPIED_LOGITS[formula.kernels.device_type]) * formula.high_precision_bytes

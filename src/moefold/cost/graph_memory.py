@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from moefold.config.layers import Layer
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
-
-INT64_BYTES = 8
+from moefold.cost.saved_tensors import INT_BYTES
 
 
 def graph_bytes(mode: str, sizes: ActivationMemory, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
@@ -42,9 +41,9 @@ def _router_bytes(sizes: ActivationMemory, kind: Layer, in_flight: int) -> int:
     """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
     value = max(sizes.high_precision_bytes, 8 if sizes.moe.router_dtype == "float64" else 4)
     weights = _num_weights(kind, "ffn.router.") * sizes.high_precision_bytes
-    routed = sizes.tokens * sizes.model.experts.top_k * (INT64_BYTES + 2 * value)
+    routed = sizes.tokens * sizes.model.experts.top_k * (INT_BYTES + 2 * value)
     scores = 2 * 2 * sizes.tokens * sizes.model.experts.num_choices * value
-    samples = sizes.train.micro_batch_size * INT64_BYTES
+    samples = sizes.train.micro_batch_size * INT_BYTES
     copies = weights if sizes.parallel.world_size > 1 else 0
     return in_flight * (2 * sizes.hidden_bytes + samples + routed + scores + weights) + copies
 

@@ -21,6 +21,10 @@ from moefold.message_text import Setting
 from moefold.units import GIB
 
 HIGH_PRECISION_DTYPES = ("float32", "float64")
+HOPPER = ("h100", "h200", "h800")
+GRACE_BLACKWELL = ("gb200", "gb300")
+BLACKWELL = (*GRACE_BLACKWELL, "b200", "b300")
+"""Names of devices by generation."""
 
 
 # A smaller number would overflow as a divisor.

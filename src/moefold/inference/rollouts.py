@@ -79,8 +79,10 @@ class RolloutCollector:
         *,
         stop: StopRule,
         max_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._reward = reward
         self._tokenizer = tokenizer
         self._groups = groups
@@ -107,7 +109,7 @@ class RolloutCollector:
             RunError: a reward function failed and reward.on_error stops the run.
         """
         recorder = self._groups.recorder
-        started_s = time.perf_counter()
+        started_s = self._clock()
         recorder.set_phase("sampling rollouts")
         # Every rank samples whole groups, so that the samples of a prompt share its cache.
         own_indices = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
@@ -115,14 +117,14 @@ class RolloutCollector:
         requests = self._requests(own_indices, prompts, group_size, sampling)
         completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
         rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
-        own_s = time.perf_counter() - started_s
+        own_s = self._clock() - started_s
         recorder.set_phase("computing rewards")
         scored = None
         if self._is_scoring:
             scored = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
         gathered = current_world().all_gather_object((self._shard.rank, scored, own_s))
         rollout_s = max(seconds for _, _, seconds in gathered)
-        reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
+        reward_s = max(0.0, self._clock() - started_s - rollout_s)
         by_shard: dict[int, tuple[list[RolloutGroup], list[FailedReward]]] = {
             shard: groups for shard, groups, _ in gathered if groups is not None
         }

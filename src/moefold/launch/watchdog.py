@@ -62,6 +62,12 @@ class Watchdog:
         """Losses after which this rank got another timeout."""
         self._store_reporter: StoreReporter | None = None
 
+    @property
+    def _store(self) -> StoreReporter:
+        """The store reporter, once `start` was called."""
+        assert self._store_reporter is not None, "start() comes first, after the rendezvous"
+        return self._store_reporter
+
     def start(self, session: str) -> None:
         """Start both threads and return once the ranks of this machine are known from the store.
 
@@ -80,13 +86,13 @@ class Watchdog:
             # The host thread of a GPU rank may block anywhere on a collective: its stack is not evidence.
             stack_shows_comm=self._device_type == "cpu",
         )
-        self._store_reporter.start()
+        self._store.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        self._store_reporter.peers_known.wait()
+        self._store.peers_known.wait()
         self.flight_recorder.set_phase("connecting to the other ranks")
 
     def __enter__(self) -> Self:
-        assert self._store_reporter is not None, "start() comes first, after the rendezvous"
+        assert self._store
         self.flight_recorder.set_phase("starting")
         return self
 
@@ -154,40 +160,37 @@ class Watchdog:
 
         Waits first, so that a rank on the machine of the lost rank, which can see its process, diagnoses first.
         """
-        store_reporter = self._store_reporter
-        if store_reporter is None:
+        if self._store_reporter is None:
             return
         self._stopped.set()
-        time.sleep(2.5 * store_reporter.period_s)
+        time.sleep(2.5 * self._store.period_s)
         reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line(error)}"
-        self._request_diagnosis(store_reporter, reason, is_lost_peer=True)
+        self._request_diagnosis(reason, is_lost_peer=True)
         # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
         # other ranks, and a rank of the same machine finds the message marked as printed.
         wait_until(
-            lambda: self.reporter.was_reported() or store_reporter.local_peer_states().get(0) == GONE,
-            store_reporter.store_timeout_s,
+            lambda: self.reporter.was_reported() or self._store.local_peer_states().get(0) == GONE,
+            self._store.store_timeout_s,
         )
-        self._report_without_store(store_reporter, reason)
+        self._report_without_store(reason)
 
     def _watch(self) -> None:
-        store_reporter = self._store_reporter
-        assert store_reporter is not None
         limit_s = self.flight_recorder.hang_timeout_s
         while not self._stopped.wait(min(REPORT_PERIOD_S, limit_s / 5)):
             if self.flight_recorder.stalled_s() > limit_s:
-                if self._regroups and self._awaits_regroup(store_reporter):
+                if self._regroups and self._awaits_regroup():
                     continue
                 reason = f"no progress for {limit_s:g} s (faults.timeout_s)"
-                self._request_diagnosis(store_reporter, reason, is_lost_peer=False)
-                self._report_without_store(store_reporter, reason)
+                self._request_diagnosis(reason, is_lost_peer=False)
+                self._report_without_store(reason)
 
-    def _awaits_regroup(self, store_reporter: StoreReporter) -> bool:
+    def _awaits_regroup(self) -> bool:
         """Return whether this rank has time to regroup after a loss, which another rank may have recorded.
 
         The survivors get errors from a loss on; a second timeout in the same generation without a new loss ends the
         job.
         """
-        silent = store_reporter.drop_silent_ranks()
+        silent = self._store.drop_silent_ranks()
         if self.flight_recorder.stalled_s() <= self.flight_recorder.hang_timeout_s:
             return True
         members = self.flight_recorder.members
@@ -197,26 +200,26 @@ class Watchdog:
             self.flight_recorder.note_progress()
         return bool(new)
 
-    def _request_diagnosis(self, store_reporter: StoreReporter, reason: str, *, is_lost_peer: bool) -> None:
+    def _request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
         """Let the store reporter run the diagnosis, which ends the process; return if the store does not respond."""
-        store_reporter.request_diagnosis(reason, is_lost_peer=is_lost_peer)
+        self._store.request_diagnosis(reason, is_lost_peer=is_lost_peer)
         deadline = time.monotonic() + REPORT_WAIT_S + PRINT_WAIT_S
-        while store_reporter.is_store_responding() and time.monotonic() < deadline:
+        while self._store.is_store_responding() and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def _report_without_store(self, store_reporter: StoreReporter, reason: str) -> NoReturn:
+    def _report_without_store(self, reason: str) -> NoReturn:
         """Print a message with local knowledge only, as the store does not respond, and exit."""
         env = self._rank_env
-        states = store_reporter.local_peer_states()
+        states = self._store.local_peer_states()
         store = f"the store at {env.master_address}:{env.master_port}"
         host = "rank 0, the launcher, or the first torchrun agent, whichever hosts it"
         snapshot = self.flight_recorder.snapshot()
         lines = [
-            f"moefold: {store} does not answer rank {env.rank} on {store_reporter.own_process.host}, last heard "
-            f"{store_reporter.since_contact_s():.1f} s ago: its process ({host}), its host, or the network is down",
+            f"moefold: {store} does not answer rank {env.rank} on {self._store.own_process.host}, last heard "
+            f"{self._store.since_contact_s():.1f} s ago: its process ({host}), its host, or the network is down",
             f"  rank {env.rank}: {describe_activity(snapshot)}, {time.time() - snapshot.moved_s:.1f} s ago",
         ]
         lines += [f"  rank {rank} of this machine is {state}" for rank, state in states.items() if state != ALIVE]
         lines.append(f"  the run ends: {reason}; see docs/failures.md")
         self.reporter.report_once("\n".join(lines))
-        store_reporter.exit_failed()
+        self._store.exit_failed()

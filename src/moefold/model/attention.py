@@ -162,8 +162,12 @@ class TokenMixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return the caches of earlier tokens for generation, by the name of the attribute that a decoder sets."""
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Attend to earlier tokens through new caches until `close_caches`, for generation; return the caches."""
+
+    @abstractmethod
+    def close_caches(self) -> None:
+        """Attend to the tokens of each pass only, as before `open_caches`; no effect without caches."""
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
         """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
@@ -188,15 +192,27 @@ class SelfAttention(TokenMixer):
         self.window = window
         self.chunk_size = 0
         self.core_attention: CoreAttention = CausalAttention(window)
+        self._core_without_cache: CoreAttention | None = None
         self.attends_in_blocks = False
 
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return attention over the keys and values of the pages of each row's sample; see base class."""
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Attend to the keys and values of the pages of each row's sample; see base class."""
         from moefold.model.paged_cache import KeyLimits, PagedAttention
 
         limits = KeyLimits(self.window, self.chunk_size)
         kernels = self.kernels.paged_attention, self.kernels.page_reader
-        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, limits, *kernels)}
+        cache = PagedAttention(current_pass, size.num_pages, size.page_positions, limits, *kernels)
+        self.attend_by(cache)
+        return [cache]
+
+    def attend_by(self, cache: "CoreAttention") -> None:
+        """Replace `core_attention` until `close_caches`."""
+        self._core_without_cache, self.core_attention = self.core_attention, cache
+
+    def close_caches(self) -> None:
+        """Restore `core_attention`; see base class."""
+        if self._core_without_cache is not None:
+            self.core_attention, self._core_without_cache = self._core_without_cache, None
 
     def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
         """Return the dims of a key and of a value in core attention on a device, given the sizes of the layer."""

@@ -92,14 +92,14 @@ class Block(nn.Module):
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = layer.residual.multiplier
         self.norms_checkpoint: OutputCheckpoint = no_checkpoint
-        self.fused: Callable[[Tensor, LayerInputs], LayerOutput] | None = None
+        self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
         self.is_frozen = settings.train.trains_indexers_only(model)
         """True if only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> LayerOutput:
-        """Compute the layer, [S/(cp*tp), B, H] -> same; with `model.ffn.moe.shortcut`, see `LayerOutput`."""
+        """Compute the layer, [S/(cp*tp), B, H] -> same."""
         if self.fused is not None:
-            return self.fused(x, inputs)
+            return LayerOutput(self.fused(x, inputs))
         return self.run_modules(x, inputs)
 
     def run_modules(self, x: Tensor, inputs: LayerInputs) -> LayerOutput:
@@ -108,8 +108,9 @@ class Block(nn.Module):
         selection = self._selection_with_loss(inputs.selection)
         x = self._attend(self._detached(x), inputs.rope, inputs.documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
-            y = self.ffn(normed, inputs.columns) if isinstance(self.ffn, MoELayer) else self.ffn(normed)
-            return self._connected(source, self._add_ffn(x, y), selection)
+            is_moe = isinstance(self.ffn, MoELayer)
+            output = self.ffn(normed, inputs.columns) if is_moe else LayerOutput(self.ffn(normed))
+            return self._connected(source, self._add_ffn(x, output), selection)
 
     def forward_resumable(self, x: Tensor, inputs: LayerInputs) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
@@ -118,7 +119,7 @@ class Block(nn.Module):
         x = self._attend(self._detached(x), inputs.rope, inputs.documents, selection)
         with self._normalized(self.ffn_norm, x) as (normed,):
             if not isinstance(self.ffn, MoELayer):
-                return self._connected(source, self._add(x, self.ffn(normed), self.ffn_output_norm), selection)
+                return self._connected(source, self._add_ffn(x, LayerOutput(self.ffn(normed))), selection)
             moe = ResumableTask(self.ffn.forward_resumable(normed, inputs.columns))
             # `normed` is read up to the first yield only; at each yield another micro-batch may run.
             moe.resume()
@@ -137,17 +138,16 @@ class Block(nn.Module):
         """Return the output of the layer; if it is frozen, with the loss of its indexer and connected to its input."""
         if not self.is_frozen:
             return output
-        hidden = pass_gradient(source, output if isinstance(output, Tensor) else output[0])
+        hidden = pass_gradient(source, output.y)
         if selection is not None:
             hidden = selection.attach_dense_loss(hidden)
-        return hidden if isinstance(output, Tensor) else (hidden, output[1])
+        return output._replace(y=hidden)
 
-    def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
+    def _add_ffn(self, x: Tensor, output: LayerOutput) -> LayerOutput:
         """Add the output of the feed-forward network; with a shortcut, the routed part is returned instead."""
-        if isinstance(y, Tensor):
-            return self._add(x, y, self.ffn_output_norm)
-        shared, routed = y
-        return self._add(x, shared, None), self._scale(routed)
+        if output.routed is None:
+            return LayerOutput(self._add(x, output.y, self.ffn_output_norm))
+        return LayerOutput(self._add(x, output.y, None), self._scale(output.routed))
 
     def _attend(
         self, x: Tensor, rope: Rope, documents: PackedDocuments | None, selection: "Selection | None"
@@ -191,14 +191,16 @@ class MTPBlock(Block):
         self.kernels: Kernels = TORCH_KERNELS
         self.output_norm = build_norm(norm, hidden)
 
-    def forward(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> LayerOutput:
         """Compute normalised hidden states from those before and token embeddings, all [S/(cp*tp), B, H]."""
         return self._normalized_output(super().forward(self._project(x, embedded), inputs))
 
-    def forward_resumable(self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None) -> Resumable[Tensor]:
+    def forward_resumable(
+        self, x: Tensor, inputs: LayerInputs, embedded: Tensor | None = None
+    ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all."""
-        y = yield from super().forward_resumable(self._project(x, embedded), inputs)
-        return self._normalized_output(y)
+        output = yield from super().forward_resumable(self._project(x, embedded), inputs)
+        return self._normalized_output(output)
 
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
@@ -212,10 +214,10 @@ class MTPBlock(Block):
         )
         return pass_gradient(x, projected) if self.is_frozen else projected
 
-    def _normalized_output(self, y: LayerOutput) -> Tensor:
-        assert isinstance(y, Tensor), "a layer with a shortcut is followed by a dense one"
-        normed: Tensor = self.output_norm(self._detached(y))
-        return pass_gradient(y, normed) if self.is_frozen else normed
+    def _normalized_output(self, output: LayerOutput) -> LayerOutput:
+        assert output.routed is None, "a layer with a shortcut is followed by a dense one"
+        normed: Tensor = self.output_norm(self._detached(output.y))
+        return LayerOutput(pass_gradient(output.y, normed) if self.is_frozen else normed)
 
 
 class Shortcut:
@@ -226,13 +228,11 @@ class Shortcut:
 
     def add(self, output: LayerOutput) -> Tensor:
         """Return the hidden states after a layer, and keep its routed output for the next layer."""
-        if isinstance(output, Tensor):
-            x = output if self._routed is None else output + self._routed
-            self._routed = None
-            return x
-        assert self._routed is None, "a layer with a shortcut is followed by a dense one"
-        x, self._routed = output
-        return x
+        added, self._routed = self._routed, output.routed
+        if added is None:
+            return output.y
+        assert output.routed is None, "a layer with a shortcut is followed by a dense one"
+        return output.y + added
 
     def end(self) -> None:
         """Check that no routed output is left: the stage would lose it."""

@@ -117,7 +117,7 @@ class FusedBlock:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """Compute `Block.forward` for rows [R, 1, H] of the current pass, by its modules where these are faster."""
+        """Compute the output of the layer for rows [R, 1, H] of the current pass, by its modules where faster."""
         if not len(x):
             return x
         if self._choice is None:
@@ -125,8 +125,8 @@ class FusedBlock:
 
         def run_modules() -> Tensor:
             output = self._block.run_modules(x, inputs)
-            assert isinstance(output, Tensor), "no shortcut"
-            return output
+            assert output.routed is None, "no shortcut"
+            return output.y
 
         kind = type(self._ffn).__name__
         if self._choice.picks_whole(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from moefold.config.chunk_sizes import CPU_LOSS_TOKENS
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear
@@ -21,9 +22,6 @@ from moefold.model.part_modules import build_norm
 from moefold.model.tp_interface import ContextParallel, SequenceParallel, VocabParallel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
-
-CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU if logits are saved (docs/log.md#2026-11-20-chunked-loss-and-recomputation)."""
 
 
 class Head(nn.Module):
@@ -44,6 +42,8 @@ class Head(nn.Module):
         self.context_parallel: ContextParallel = ContextParallel()
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+        self.picked_rows_N: Tensor | None = None
+        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp; None: all."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
@@ -83,7 +83,7 @@ class Head(nn.Module):
         if is_single_chunk and (x.device.type != "cpu" or self.wgrad_store is not None):
             logits = self.logits(x, tied_weight)
             return token_losses(logits, labels, self.vocab_parallel.vocab_range, self.cross_entropy_ops, softmax)
-        chunk = CPU_CHUNK_TOKENS if is_single_chunk else chunk
+        chunk = CPU_LOSS_TOKENS if is_single_chunk else chunk
         x_all = self._gathered_input(x)
         weight_shard = self._weight_shard(x, tied_weight)
         options = ChunkOptions(
@@ -99,6 +99,8 @@ class Head(nn.Module):
     def _gathered_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
         x = self.sequence_parallel.gather(x)
+        if self.picked_rows_N is not None:
+            x = x[self.picked_rows_N]
         return x if self.input_factor == 1.0 else x * self.input_factor
 
     def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:

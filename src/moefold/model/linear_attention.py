@@ -44,9 +44,8 @@ class LinearAttention(TokenMixer):
     """Base class of the layers "linear": recurrences of linear attention, and convolutions.
 
     A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`, and also
-    `convolved` if it has a convolution. `parallelize` also replaces `shards` (context parallelism), and a decoder
-    sets `state_cache`. `compute` is always recomputed in the backward pass: it would save about twenty numbers for each
-    input.
+    `convolved` if it has a convolution. `parallelize` also replaces `shards` (context parallelism). `compute` is always
+    recomputed in the backward pass: it would save about twenty numbers for each input.
     """
 
     fused_refusal: ClassVar[str] = "linear attention"
@@ -57,9 +56,14 @@ class LinearAttention(TokenMixer):
         self.shards = SampleShards()
         self.state_cache: RecurrentStates | None = None
 
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return the states of each row's sample; see base class."""
-        return {"state_cache": RecurrentStates(current_pass)}
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Continue from the states of each row's sample; see base class."""
+        self.state_cache = RecurrentStates(current_pass)
+        return [self.state_cache]
+
+    def close_caches(self) -> None:
+        """Begin from zeros; see base class."""
+        self.state_cache = None
 
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,9 +1,12 @@
 """Paged cache of sparse attention: keys, values and index keys of each sample, and the selection among them."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.attention import SelfAttention
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
 from moefold.model.paged_cache import MAX_GATHERED_ELEMENTS, PagedCache
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.exact_topk import exact_topk
@@ -46,6 +49,24 @@ class LastSelections:
         is_same_RR = previous_slots_R.unsqueeze(1) == self._slots_R
         found_RK = self._positions_RK[is_same_RR.int().argmax(1)]
         return found_RK.masked_fill(~is_same_RR.any(1, keepdim=True), -1)
+
+
+class SelectingAttention(SelfAttention):
+    """Base class of attention to selected keys."""
+
+    selects_keys: ClassVar[bool] = True
+    fused_refusal: ClassVar[str] = "sparse attention"
+    selected_keys: "PagedSelection | None" = None
+
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Cache index keys too; see base class. While the indexer warms up, all keys are attended to."""
+        self.selected_keys = PagedSelection(current_pass, size.num_pages, size.page_positions)
+        return [*super().open_caches(current_pass, size), self.selected_keys]
+
+    def close_caches(self) -> None:
+        """See base class."""
+        super().close_caches()
+        self.selected_keys = None
 
 
 class PagedSelection(PagedCache):

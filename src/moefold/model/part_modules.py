@@ -15,6 +15,7 @@ from moefold.config.part import checked_build, describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
+from moefold.model.moe.layer import LayerOutput
 from moefold.model.norm import Norm
 
 
@@ -61,6 +62,8 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
     """Check the parameters of the module of a part from another package, and the shape of each output."""
     if is_built_in(type(part)):
         return
+    if hasattr(module, "caches"):
+        raise ConfigError(f"{describe_part(part)} has a module with caches(), which is now open_caches()")
     specs = list(part.params(*widths))
     for spec in specs:
         if len(spec.initial) not in (0, 1, spec.shape[0]):
@@ -83,7 +86,7 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
     Raises:
         RunError: the shape is wrong.
     """
-    tensor = output[0] if isinstance(output, tuple) else output
+    tensor = output.y if isinstance(output, LayerOutput) else output
     if getattr(tensor, "shape", None) != inputs[0].shape:
         kind = f"the shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"the type {type(tensor).__name__}"
         returned = f"{name} returns {kind} from {type(module).__qualname__}.forward()"

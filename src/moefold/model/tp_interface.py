@@ -18,6 +18,16 @@ from moefold.model.loss import FULL_VOCAB, VocabRange
 class SequenceParallel:
     """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers; here tp is 1."""
 
+    def split_unevenly(self, num_tokens: int) -> int:
+        """Shard S/cp tokens in the next passes, which tp need not divide, and return the number of this rank's.
+
+        The first ranks hold one token more, some maybe none.
+        """
+        return num_tokens
+
+    def split_evenly(self) -> None:
+        """Shard tokens in equal parts, as at the beginning."""
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather tokens: [S/(cp*tp), B, ...] of every tp rank -> [S/cp, B, ...]."""
         return x

@@ -20,7 +20,7 @@ from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.model.lora import attach_adapters
 from moefold.model.loss_function import LossFunction, LossMetricRecorder, metrics_of, weighted_sum
-from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from moefold.model.rope import RopeTable, build_rope, rope_frequencies
 from moefold.model.tp_interface import SequenceParallel, VocabParallel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moefold.model.indexer import LightningIndexer
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-RunBlock = Callable[..., Resumable[Any]]
+RunBlock = Callable[..., Resumable[LayerOutput]]
 """Function that runs a layer, from the layer and its arguments."""
 
 
@@ -91,6 +91,7 @@ class Transformer(nn.Module):
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
         self.kernels: Kernels = TORCH_KERNELS
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
         """All layers together, while the model generates; None: one by one."""
 
@@ -162,7 +163,8 @@ class Transformer(nn.Module):
         shortcut = Shortcut()
         selections = Selections()
         for block in self._blocks():
-            x = shortcut.add((yield from run_block(block, x, replace(inputs, selection=selections.of(block)))))
+            output = yield from run_block(block, x, replace(inputs, selection=selections.of(block)))
+            x = shortcut.add(output)
         shortcut.end()
         return x
 
@@ -178,7 +180,7 @@ class Transformer(nn.Module):
         for depth, block in enumerate(mtp_blocks):
             # The targets of the layer before, int64 [B, S/cp].
             tokens = columns["labels"] if depth == 0 else columns["mtp_labels"][:, depth - 1]
-            x = yield from run_block(block, x, inputs, self.embedding(tokens))
+            x = (yield from run_block(block, x, inputs, self.embedding(tokens))).y
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         if self.config.mtp_layers:
             # 0 in evaluation.
@@ -262,10 +264,11 @@ class Transformer(nn.Module):
         return {i: indexer for i, indexer in by_layer.items() if indexer is not None}
 
 
-def _run_module(block: Block, *args: Any) -> Resumable[Any]:
+def _run_module(block: Block, *args: Any) -> Resumable[LayerOutput]:
     """Run a layer with its hooks; yields nothing."""
     yield from ()
-    return block(*args)
+    output: LayerOutput = block(*args)
+    return output
 
 
 def module_settings(cfg: Config) -> ModuleSettings:

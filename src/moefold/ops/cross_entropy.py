@@ -8,9 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-MAX_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits that the torch operations copy to float32 at a time by device: 16 MiB, which a CPU's allocator reuses without
-page faults, and 256 MiB, which keeps the launches few."""
+from moefold.config.chunk_sizes import MAX_COPIED_LOGITS
 
 
 class RowStatistics(NamedTuple):

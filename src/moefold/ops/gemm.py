@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from moefold.comm.private_torch import has_onednn_linear, onednn_linear
+from moefold.config.chunk_sizes import MIN_UPCAST_CHUNK_ROWS, NUM_UPCAST_CHUNKS
 
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""
 MIN_PADDED_ROWS = 16
-NUM_UPCAST_CHUNKS = 8
-MIN_UPCAST_CHUNK_ROWS = 256
-"""A large weight is upcast in NUM_UPCAST_CHUNKS chunks, of at least this many rows."""
 
 
 class Gemm:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-CHUNK_SIZE = 64
-"""Tokens of a chunk: products within chunks grow with it, the number of sequential steps falls with it."""
+from moefold.config.chunk_sizes import LINEAR_CHUNK_SIZE
+
 SUB_CHUNK_SIZE = 16
 """Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""
 
@@ -99,7 +99,7 @@ class ChunkedLinearAttention:
         kernel: implementation for the tensors that it supports; None: torch operations for all.
     """
 
-    chunk_size: int = CHUNK_SIZE
+    chunk_size: int = LINEAR_CHUNK_SIZE
     initial_state: InitialState | None = None
     kernel: ChunkKernel | None = None
 

@@ -30,21 +30,21 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> tuple[DispatcherPa
     """
     part = chosen(cfg, DispatcherPart)
     name = f"parallel.dispatcher={part.kind!r}"
-    if part.prefers and groups.moe.experts.size == 1:
+    if part.resolves_to and groups.moe.experts.size == 1:
         local = make_part(part.group, "local")
         return local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank"
     from moefold.config.rule import apply_rule
 
-    wanted = make_part(part.group, part.prefers) if part.prefers else part
+    wanted = make_part(part.group, part.resolves_to[0]) if part.resolves_to else part
     reason = next(chain(apply_rule(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
-    if not part.prefers:
+    if not part.resolves_to:
         if reason:
             raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
         return part, ""
     num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
     if not num_unable:
         return wanted, f"{name} took {wanted.kind}"
-    other = make_part(part.group, part.falls_back_to)
+    other = make_part(part.group, part.resolves_to[1])
     reason = reason or f"another rank cannot run {wanted.kind}"
     return other, f"{name} took {other.kind}: {reason}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
 from moefold.comm.private_torch import has_forward_hooks
@@ -27,16 +27,16 @@ from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRo
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.router import Router
+from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.paged_cache import PagedAttention
 from moefold.model.rope import RopeTable
-from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Transformer
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.fsdp import gathered_parameters
 from moefold.parallel.inference_model import ForwardChain, InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
-from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str
                 continue
             sizes = attention.head_sizes(stage.config.decoder_layers[int(number)].core, device)
             key, value = (torch.empty(0, 1, width, dtype=stage.dtype, device=device) for width in sizes)
-            caches = attention.caches(CurrentPass(), size).values()
-            paths += [cache.page_path_of(key, key, value) for cache in caches]
+            paths += [cache.page_path_of(key, key, value) for cache in attention.open_caches(CurrentPass(), size)]
+            attention.close_caches()
     return _describe_paths(paths)
 
 
@@ -132,29 +132,14 @@ def _cast_once(model: ParallelModel) -> Iterator[None]:
         copies.drop()
 
 
-class PickedRows:
-    """Passes some rows of a pass to the head, so that only their logits are computed."""
-
-    def __init__(self, inner: SequenceParallel) -> None:
-        self._inner = inner
-        self.rows_N = torch.zeros(0, dtype=torch.int64)
-        """The rows that are kept, int64 [N]."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""
-        return self._inner.gather(x)[self.rows_N]
-
-
 class PagedDecoder:
-    """Context manager for passes over a paged cache. Replaces attributes of modules, and restores them.
+    """Context manager for passes over a paged cache, which sets the stages to generation and back.
 
-    * the attributes named by `TokenMixer.caches`, such as `core_attention`, become the cache of this layer;
-    * `sequence_parallel` becomes one for any number of tokens, and `PickedRows` in the head;
-    * `dispatcher` becomes the all-to-all if it needs equal token counts or moves experts;
-    * `eval_capacity_policy` becomes None: no token is dropped;
-    * `override` of the routers becomes `RoutingCache` if choices are recorded;
-    * `fused` becomes `FusedBlock` in a layer that a kernel computes whole, and `FusedLayers` in a stage with only such
-      layers.
+    * `TokenMixer.open_caches`: attention reads the cache of its layer;
+    * `SequenceParallel.split_unevenly`: a pass has any number of tokens, and `Head.picked_rows_N` those with logits;
+    * `MoELayer.decoding_dispatcher`: the all-to-all if the layer's needs equal token counts or moves experts;
+    * `Router.override`: a `RoutingCache` if choices are recorded;
+    * `Block.fused` of a layer that a kernel computes whole, and `Transformer.fused` of a stage with only such layers.
 
     Args:
         chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
@@ -165,12 +150,10 @@ class PagedDecoder:
         self._chain = chain
         self._size = size
         self._pass = CurrentPass()
-        self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
-        self._picked_rows: PickedRows | None = None
         self._caches: list[LayerCache] = []
         self._records_routing = records_routing
         self._routing: list[RoutingCache] = []
-        self._replaced: list[tuple[nn.Module, str, object]] = []
+        self._overrides: list[tuple[Router, RouterOverride | None]] = []
         self._positions_before: list[Tensor | None] = []
         self._has_reported = chain.groups.device.type == "cpu"
         self._rope_tables: list[RopeTable] = []
@@ -186,42 +169,39 @@ class PagedDecoder:
             self._positions_before.append(stage.positions)
             self._rope_tables.append(stage.rope_table(self._chain.groups.device))
             for module in stage.modules():
-                self._replace_attributes(module)
-                if dispatcher is not None and isinstance(module, MoELayer):
-                    self._replace(module, "dispatcher", dispatcher)
+                if isinstance(module, TokenMixer):
+                    self._caches += module.open_caches(self._pass, self._size)
+                if isinstance(module, MoELayer):
+                    module.decoding_dispatcher = dispatcher or module.dispatcher
             if self._records_routing:
                 self._record_routing(stage)
         self._fuse_layers()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for module, attribute, before in reversed(self._replaced):
-            setattr(module, attribute, before)
+        for router, override in reversed(self._overrides):
+            router.override = override
         for stage, positions in zip(self._chain.stages, self._positions_before, strict=True):
             if positions is not None:
                 stage.set_positions(positions)
-        self._replaced.clear()
+            stage.fused = None
+            stage.sequence_parallel.split_evenly()
+            for module in stage.modules():
+                if isinstance(module, TokenMixer):
+                    module.close_caches()
+                if isinstance(module, MoELayer):
+                    module.decoding_dispatcher = None
+                if isinstance(module, Head):
+                    module.picked_rows_N = None
+                if isinstance(module, Block):
+                    module.fused = None
+        self._overrides.clear()
         self._rope_tables.clear()
         self._caches.clear()
         self._routing.clear()
 
-    def _replace_attributes(self, module: nn.Module) -> None:
-        has_tp = self._chain.groups.attn.tp.size > 1
-        if isinstance(module, TokenMixer):
-            for attribute, cache in module.caches(self._pass, self._size).items():
-                self._caches.append(cache)
-                self._replace(module, attribute, cache)
-        if isinstance(module, MoELayer):
-            self._replace(module, "eval_capacity_policy", None)
-        if isinstance(module, Head):
-            inner: SequenceParallel = self._sequence_parallel if has_tp else module.sequence_parallel
-            self._picked_rows = PickedRows(inner)
-            self._replace(module, "sequence_parallel", self._picked_rows)
-        elif has_tp and hasattr(module, "sequence_parallel"):
-            self._replace(module, "sequence_parallel", self._sequence_parallel)
-
     def _fuse_layers(self) -> None:
-        """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
+        """Set `fused` on the layers that the C kernel supports; after the caches are opened."""
         if self._size.page_positions != PAGE_POSITIONS:
             return
         decode_passes: dict[CDecode, CDecodePass] = {}
@@ -238,18 +218,14 @@ class PagedDecoder:
                 assert kernel is not None
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
                 fused.append(FusedBlock(block, decode_pass, self._pass, cache))
-                self._replace(block, "fused", fused[-1])
+                block.fused = fused[-1]
             if (
                 fused
                 and len(fused) == len(blocks)
                 and len(decode_passes) == 1
                 and not any(map(has_forward_hooks, blocks))
             ):
-                self._replace(stage, "fused", FusedLayers(fused, decode_pass, self._pass))
-
-    def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
-        self._replaced.append((module, attribute, getattr(module, attribute)))
-        setattr(module, attribute, replacement)
+                stage.fused = FusedLayers(fused, decode_pass, self._pass)
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
@@ -262,7 +238,8 @@ class PagedDecoder:
                 self._pass, num_slots, expert_index_dtype(model.experts.num_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
-            self._replace(layer.router, "override", cache)
+            self._overrides.append((layer.router, layer.router.override))
+            layer.router.override = cache
 
     def recorded_choices(self, slots: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the experts chosen for some cached tokens, [MoE layers of this rank, tokens, K].
@@ -308,12 +285,12 @@ class PagedDecoder:
             elsewhere None.
         """
         self._pass.rows = rows
-        if self._picked_rows is not None:
-            self._picked_rows.rows_N = picked_N
         last = max(rows.last_positions, default=0)
         for stage, table in zip(self._chain.stages, self._rope_tables, strict=True):
             stage.set_rope(rows.positions_R, table.rope(rows.positions_R, last))
-        num_local = self._sequence_parallel.set_num_tokens(len(tokens_R))
+            num_local = stage.sequence_parallel.split_unevenly(len(tokens_R))
+            if stage.is_last:
+                stage.head.picked_rows_N = picked_N
         for routing in self._routing:
             routing.num_recorded = 0
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)

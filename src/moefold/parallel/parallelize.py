@@ -13,7 +13,10 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import dispatch_sizes
 from moefold.model.local_param import CastCopies
@@ -134,30 +137,17 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         offload = open_offload(cfg.train, groups.device, groups.rank)
     graph_modules = _module_graphs(cfg, kernels.weight_cache) if for_training else None
     for stage in stages:
-        stage.to(master_weight_dtype(cfg.run) if for_training else stage.dtype)
-        keep_full_precision(stage, master_weight_dtype(cfg.run))
-        if for_training and cfg.trains_adapters_only:
-            narrow_frozen_weights(stage)
+        _set_dtypes(stage, cfg.run, for_training=for_training)
         apply_tensor_parallel(stage, groups.attn.tp, overlaps=cfg.parallel.overlap_tp)
         apply_expert_parallel(stage, groups, positions, dispatcher, is_checked=cfg.faults.check_dispatch)
         apply_context_parallel(stage, cfg.parallel, groups)
         apply_kernels(stage, kernels)
         # In the warm-up of indexers no layer saves activations.
         if for_training and not cfg.trains_indexers_only:
-            apply_recompute(stage, cfg.train.recompute, groups.backward_overlap)
-        if offload is not None and not cfg.trains_indexers_only:
-            from moefold.parallel.offload import apply_offload
-
-            apply_offload(stage, cfg.train.offload, offload)
+            _save_memory(stage, cfg.train, groups, offload)
         if graph_modules is not None:
             graph_modules(stage)
-        if layout.world_size > 1:
-            shard_model_parallel(stage, groups)
-        # FSDP reads which parameters are frozen.
-        if for_training:
-            freeze_weights(stage)
-        if layout.world_size > 1 and for_training:
-            shard_data_parallel(stage, groups, cfg.run, cfg.parallel)
+        _shard_weights(stage, cfg.run, cfg.parallel, groups, for_training=for_training)
         allocate(stage, groups.device)
         stage.set_positions(positions)
     return ShardedStages(
@@ -172,6 +162,39 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
     )
+
+
+def _set_dtypes(stage: Transformer, run: RunConfig, *, for_training: bool) -> None:
+    """Set the dtype of each weight: master weights, or in the compute type; some never below float32."""
+    stage.to(master_weight_dtype(run) if for_training else stage.dtype)
+    keep_full_precision(stage, master_weight_dtype(run))
+    if for_training and stage.settings.lora.trains_adapters_only:
+        narrow_frozen_weights(stage)
+
+
+def _save_memory(
+    stage: Transformer, train: TrainConfig, groups: ParallelGroups, offload: "ActivationOffload | None"
+) -> None:
+    """Recompute and offload activations."""
+    apply_recompute(stage, train.recompute, groups.backward_overlap)
+    if offload is not None:
+        from moefold.parallel.offload import apply_offload
+
+        apply_offload(stage, train.offload, offload)
+
+
+def _shard_weights(
+    stage: Transformer, run: RunConfig, parallel: ParallelConfig, groups: ParallelGroups, *, for_training: bool
+) -> None:
+    """Shard the weights by model parallelism, and in training over the data-parallel ranks; freeze some."""
+    has_ranks = groups.layout.world_size > 1
+    if has_ranks:
+        shard_model_parallel(stage, groups)
+    if for_training:
+        # FSDP reads which parameters are frozen.
+        freeze_weights(stage)
+        if has_ranks:
+            shard_data_parallel(stage, groups, run, parallel)
 
 
 class _PhaseRecorder:

@@ -43,7 +43,7 @@ class RoutingCache:
         self.num_recorded += len(ids_TK)
         if self._ids_PK is None:
             self._ids_PK = torch.zeros(self._num_slots, ids_TK.shape[1], dtype=self._dtype, device=ids_TK.device)
-        # Rows are split as in `UnevenSequenceParallel`: the first ranks have one more row.
+        # Rows are split as by `SequenceParallel.split_unevenly`: the first ranks have one more row.
         base, extra = divmod(len(slots_R), self._tp.size)
         first = self._tp.rank * base + min(self._tp.rank, extra)
         rows_RK = self._ids_PK.new_zeros(len(slots_R), ids_TK.shape[1])

@@ -59,47 +59,32 @@ class SequenceParallelTokens(SequenceParallel):
 
     def __init__(self, tp: Group) -> None:
         self._tp = tp
+        self._split_sizes: list[int] | None = None
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather along the sequence (all-gather); the gradient is reduce-scattered."""
-        return all_gather(x, self._tp)
-
-    def scatter(self, x: Tensor) -> Tensor:
-        """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
-        return reduce_scatter(x, self._tp)
-
-    def own_rows(self, x: Tensor) -> Tensor:
-        """Return one of tp equal parts."""
-        return x.chunk(self._tp.size)[self._tp.rank]
-
-
-class UnevenSequenceParallel(SequenceParallel):
-    """Sequence parallelism where tp need not divide the tokens: the first ranks hold one token more, some maybe none.
-
-    One object is shared by all modules of a stage; `set_num_tokens` must precede each forward pass.
-    """
-
-    def __init__(self, tp: Group) -> None:
-        self._tp = tp
-        self._split_sizes = [0] * tp.size
-
-    def set_num_tokens(self, num_tokens: int) -> int:
-        """Set the tokens per sample of the next forward pass; return the number of them on this rank."""
+    def split_unevenly(self, num_tokens: int) -> int:
+        """See base class."""
         base, extra = divmod(num_tokens, self._tp.size)
         self._split_sizes = [base + (member < extra) for member in range(self._tp.size)]
         return self._split_sizes[self._tp.rank]
 
+    def split_evenly(self) -> None:
+        """See base class."""
+        self._split_sizes = None
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather along the sequence (all-gather); the gradient is reduce-scattered."""
-        return all_gather_uneven(x, self._tp, self._split_sizes)
+        sizes = self._split_sizes
+        return all_gather(x, self._tp) if sizes is None else all_gather_uneven(x, self._tp, sizes)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
-        return reduce_scatter_uneven(x, self._tp, self._split_sizes)
+        sizes = self._split_sizes
+        return reduce_scatter(x, self._tp) if sizes is None else reduce_scatter_uneven(x, self._tp, sizes)
 
     def own_rows(self, x: Tensor) -> Tensor:
         """Return this rank's part."""
-        return x.split(self._split_sizes)[self._tp.rank]
+        parts = x.chunk(self._tp.size) if self._split_sizes is None else x.split(self._split_sizes)
+        return parts[self._tp.rank]
 
 
 class TPVocabParallel(VocabParallel):
@@ -174,6 +159,8 @@ class AsyncTensorParallel(SequenceParallelTokens):
         num_unquantized: int = 0,
     ) -> list[Tensor]:
         """See base class."""
+        if self._split_sizes is not None:
+            return super().all_gather_linear(x, weights_and_biases, wgrad_store, linear_backend, num_unquantized)
         weights = [weight for weight, _ in weights_and_biases]
         wgrad_sink, tracked_weights = weight_grad_sink(wgrad_store, x, weights)
         outs = _AllGatherLinear.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), *tracked_weights)
@@ -187,6 +174,8 @@ class AsyncTensorParallel(SequenceParallelTokens):
         linear_backend: LinearBackend | None = None,
     ) -> Tensor:
         """See base class."""
+        if self._split_sizes is not None:
+            return super().linear_reduce_scatter(x, weight, wgrad_store, linear_backend)
         wgrad_sink, (tracked_weight,) = weight_grad_sink(wgrad_store, x, [weight])
         out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), tracked_weight)
         return out

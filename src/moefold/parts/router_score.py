@@ -4,7 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from moefold.config.groups.router import RouterScorePart, RouterSoftmaxPart, ScoreFormula, SeparateScorePart, Softmax
+from moefold.config.groups.router import (
+    ChoiceInputs,
+    ChoicePart,
+    RouterScorePart,
+    RouterSoftmaxPart,
+    ScoreFormula,
+    SeparateScorePart,
+    Softmax,
+)
 from moefold.config.part import KindOf, by_default
 
 if TYPE_CHECKING:
@@ -39,18 +47,18 @@ class SoftmaxScore(RouterScorePart, kind="softmax"):
         """Return the weights that `softmax` computes."""
         return self.softmax.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
 
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices of `softmax`; None if `moe.choice` decides."""
-        return self.softmax.choose(logits_TE, top_k, noise_TN)
+    def select(self, inputs: ChoiceInputs, choice: ChoicePart) -> "Tensor":
+        """Return the experts as `softmax` selects them."""
+        return self.softmax.select(inputs, choice)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
         """Return the number of uniform numbers that `softmax` needs for a token."""
         return self.softmax.noise_width(top_k, num_choices)
 
     @property
-    def chooses(self) -> bool:
-        """True if `softmax` chooses."""
-        return self.softmax.chooses
+    def weighting(self) -> RouterSoftmaxPart:
+        """The part `softmax`."""
+        return self.softmax
 
     @property
     def weights_sum_to_one(self) -> bool:

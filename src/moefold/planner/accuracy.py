@@ -24,7 +24,7 @@ from zlib import crc32
 from moefold.bounded_read import MAX_TABLE_BYTES, read_bytes
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part_registry import find_part
-from moefold.cost.hardware import device_names, load_device
+from moefold.cost.hardware import BLACKWELL, GRACE_BLACKWELL, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, BytesPerParam, CudaGraphs, TrainingWorkload
@@ -67,8 +67,6 @@ _RECOMPUTE_PATTERNS = {
 }
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded parts by pattern. Sources that specify offloaded activations offload the experts' activations."""
-_GRACE = ("gb200", "gb300")
-_BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RECIPES = tomllib.loads((files("moefold.planner") / "published_recipes.toml").read_text(encoding="utf-8"))
 
 
@@ -316,7 +314,7 @@ def _parse_precision(row: PublishedRow, gpu: str) -> str:
     is_fine = "parenthesised" in row["note"]
     if text in ("BF16", "NVFP4", "MXFP8"):
         return text.lower()
-    if text == "FP8-MX" or (is_fine and gpu in _BLACKWELL and text.startswith("FP8")):
+    if text == "FP8-MX" or (is_fine and gpu in BLACKWELL and text.startswith("FP8")):
         return "mxfp8"
     if "BLOCK" in text or (is_fine and text.startswith("FP8")):
         return "fp8-blockwise"
@@ -632,7 +630,7 @@ def _first_fitting(
     selective = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
     options: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(parts, ()) for parts in selective]
     if not case.is_fully_specified:
-        if case.workload.is_megatron and case.gpu in _GRACE:
+        if case.workload.is_megatron and case.gpu in GRACE_BLACKWELL:
             # Recipes for Grace hosts offload activations before they recompute whole blocks.
             options.append((SELECTIVE_RECOMPUTE_PARTS, ("expert_activation",)))
         options += [(("norms", "moe"), ()), (("layer",), ())]

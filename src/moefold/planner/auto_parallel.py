@@ -38,7 +38,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     p = cfg.parallel
     keys = {axis: key for axis, key in AXIS_KEYS.items() if ".".join(key) in given}
     fixed: dict[str, object] = {axis: word_of(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
-    if "dispatcher" in fixed and chosen(cfg, DispatcherPart).prefers:
+    if "dispatcher" in fixed and chosen(cfg, DispatcherPart).resolves_to:
         del fixed["dispatcher"]
     if AUTO_RECOMPUTE in cfg.train.recompute:
         raise ConfigError(

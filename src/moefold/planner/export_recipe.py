@@ -7,7 +7,9 @@ from typing import Any
 
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
+from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.config.part_table import minimal_form, toml_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -40,6 +42,12 @@ PLACEHOLDER_COMMENTS = {
 """Keys that a bare model does not determine, each with a comment on what to change."""
 
 
+def _written_kind(part: DispatcherPart) -> str:
+    """Return the kind of a dispatcher in a recipe: whether its package is installed is known where the recipe runs."""
+    resolved = {kind: find_part(part.group, kind).resolves_to for kind in built_in_kinds(part.group)}
+    return next((kind for kind, taken in resolved.items() if taken and taken[0] == part.kind), part.kind)
+
+
 def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMapping) -> Config:
     """Return the recipe with a mapping; uneven stages are balanced, as they were priced.
 
@@ -53,7 +61,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
             # The kind, or the recipe's part of that kind with its settings.
             "dispatcher": m.dispatcher
             if m.dispatcher == constraints.base_config.parallel.dispatcher
-            else m.dispatcher.written_as or m.dispatcher.kind,
+            else _written_kind(m.dispatcher),
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
             "moments": HOST if OFFLOADED_OPTIMIZER in m.offload else "none",
         }

@@ -75,8 +75,8 @@ def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> Paralle
     """Return the mapping of a recipe."""
     p = parallel
     dispatcher = chosen_in(p, DispatcherPart)
-    if dispatcher.falls_back_to:
-        dispatcher = make_part(dispatcher.group, dispatcher.falls_back_to)
+    if dispatcher.resolves_to:
+        dispatcher = make_part(dispatcher.group, dispatcher.resolves_to[1])
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,

@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 from math import log2
 
+from moefold.cost.hardware import BLACKWELL, HOPPER
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
@@ -15,7 +16,6 @@ from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
 from moefold.planner.search.search import PlannedMapping, SearchTarget
 from moefold.topology.layout import DEGREES
 
-HOPPER = ("h100", "h200", "h800")
 NUMBER_AXES = ("seq_len", *DEGREES, "mbs")
 
 
@@ -152,9 +152,7 @@ def _differences(row: Mapping[str, str], own: Mapping[str, object]) -> Iterator[
 
 
 def _generation(gpu: str) -> str:
-    if gpu in HOPPER:
-        return "Hopper"
-    return "Blackwell" if gpu in ("b200", "b300", "gb200", "gb300") else gpu
+    return "Hopper" if gpu in HOPPER else "Blackwell" if gpu in BLACKWELL else gpu
 
 
 @lru_cache(maxsize=1)

@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.batch_shape import BatchShape
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 from moefold.topology.token_placement import (
@@ -32,16 +29,16 @@ Columns = Mapping[str, NDArray[Any]]
 class MicroBatchSetPlacer:
     """Places the tokens of a batch's micro-batch sets on the dp x cp ranks. All ranks compute the same placement."""
 
-    def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
-        plan = chosen_in(parallel, ContextPart).plan
-        self._shares_work = plan.balances_compute_ranks and parallel.dp * parallel.cp > 1
+    def __init__(self, shape: BatchShape, groups: ParallelGroups) -> None:
+        plan = shape.context.plan
+        self._shares_work = plan.balances_compute_ranks and shape.dp * shape.cp > 1
         self.kind = plan.placement
         self._block = plan.block
         self._groups = groups
         self._shape = MicroBatchSetShape(
-            dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
+            dp=shape.dp, cp=shape.cp, micro_batch_size=shape.micro_batch_size, seq_len=shape.seq_len
         )
-        self.moves_tokens = plan.moves_tokens and parallel.dp * parallel.cp > 1
+        self.moves_tokens = plan.moves_tokens and shape.dp * shape.cp > 1
         """True if ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:

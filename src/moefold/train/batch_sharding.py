@@ -12,12 +12,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart
-from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.batch_shape import BatchShape
 from moefold.data.sample import SampleBatch
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
@@ -53,30 +48,22 @@ class InputCount:
 class BatchBuilder:
     """Builds the batches of this rank from its samples."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        groups: ParallelGroups,
-        positions: Tensor,
-    ) -> None:
-        self.global_batch_size = train.global_batch_size
-        self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
-        self._micro_batch_size = train.micro_batch_size
-        self._mtp_layers = model.mtp_layers
+    def __init__(self, shape: BatchShape, groups: ParallelGroups, positions: Tensor) -> None:
+        self.global_batch_size = shape.global_batch_size
+        self._samples_per_rank = shape.samples_per_rank
+        self._micro_batch_size = shape.micro_batch_size
+        self._mtp_layers = shape.mtp_layers
         self._dp_group = groups.attn.dp
         self._placer: MicroBatchSetPlacer | None = None
-        plan = chosen_in(parallel, ContextPart).plan
+        plan = shape.context.plan
         if plan.balances_compute_ranks or plan.moves_tokens:
             from moefold.train import batch_placement
 
-            self._placer = batch_placement.MicroBatchSetPlacer(parallel, train, groups)
+            self._placer = batch_placement.MicroBatchSetPlacer(shape, groups)
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device
-        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
+        self._dtype = torch.float64 if shape.is_float64 else torch.float32
 
     @property
     def own_samples(self) -> range:
@@ -132,7 +119,7 @@ class BatchBuilder:
             if starts is None:
                 # `validate/unused.py` refuses the key in a recipe; a Config made in Python has no given keys.
                 raise ConfigError(
-                    f"{ContextPart.key}.placement={self._placer.kind!r} places documents, and the samples have none; "
+                    f"parallel.context.placement={self._placer.kind!r} places documents, and the samples have none; "
                     "set data.document_end or data.document_index, or choose placement='samples'"
                 )
             assert not samples.sample_columns, "a placement is refused for data with columns of samples"
@@ -171,20 +158,11 @@ class BatchSharder(BatchBuilder):
     are not routed and not counted.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        run: RunConfig,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        groups: ParallelGroups,
-        positions: Tensor,
-    ) -> None:
-        super().__init__(run, model, parallel, train, groups, positions)
-        self._padded_batch_size = self._samples_per_rank * parallel.dp
+    def __init__(self, sampler: Sampler, shape: BatchShape, groups: ParallelGroups, positions: Tensor) -> None:
+        super().__init__(shape, groups, positions)
+        self._padded_batch_size = self._samples_per_rank * shape.dp
         self._sampler = sampler
-        self._vocab_size = model.vocab_size
+        self._vocab_size = shape.vocab_size
 
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's shard of the global batch that starts at sample `first_sample` of the run."""

@@ -108,7 +108,7 @@ class DataLoader:
     def sharder(self, sampler: Sampler) -> BatchSharder:
         """Return the reader of this rank's shards of global batches of a sampler."""
         cfg = self._cfg
-        return BatchSharder(sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions)
+        return BatchSharder(sampler, cfg.batch_shape, self._groups, self._positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files, and the position in a stream, so that it need not be read from its start."""

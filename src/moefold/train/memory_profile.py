@@ -65,9 +65,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(**dataset_request(cfg))
-    batch = BatchSharder(
-        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
-    ).batch(0)
+    batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)
     peak = tracker.peak()
@@ -122,7 +120,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
     buffers = _dispatch_buffer_bytes(cfg)
     dispatcher = chosen(cfg, DispatcherPart)
-    if dispatcher.kernel_package or dispatcher.prefers:
+    if dispatcher.kernel_package or dispatcher.resolves_to:
         # The weights do not depend on it, and its package need not be installed here.
         cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher=default_part(DispatcherPart).kind))
     with fake_rank(cfg.parallel, rank) as groups:

@@ -165,12 +165,12 @@ class MemberChoice(NamedTuple):
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
-    """Return the facts of this process for `choose_survivors`, as JSON: `PeerSnapshots.held_generations`."""
+    """Return the facts of this process for `choose_survivors`, as JSON: number, rank and steps of each generation."""
     if snapshots is None:
         return None
     return [
-        [generation, rank, {str(step): sorted(ranks) for step, ranks in held_steps.items()}]
-        for generation, rank, held_steps in snapshots.held_generations()
+        [generation.number, generation.rank, {str(step): sorted(ranks) for step, ranks in generation.held().items()}]
+        for generation in snapshots.generations()
     ]
 
 
@@ -185,18 +185,18 @@ def choose_survivors(facts: Mapping[int, Any], count: int, snapshots: PeerSnapsh
     """
     survivors = sorted(facts)
     first = tuple(survivors[:count])
-    generation = max((held_generations[0][0] for held_generations in facts.values() if held_generations), default=0)
+    generation = max((generations[0][0] for generations in facts.values() if generations), default=0)
     if not generation or snapshots is None:
         return MemberChoice(first, 0, None)
     # By rank in that generation.
     held_steps: dict[int, HeldSteps] = {}
     job_ranks = {}
-    for job_rank, held_generations in facts.items():
-        for number, rank, steps in held_generations or []:
+    for job_rank, generations in facts.items():
+        for number, rank, steps in generations or []:
             if number == generation and rank is not None:
                 held_steps[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
                 job_ranks[rank] = job_rank
-    layout = snapshots.layout_of(generation)
+    layout = next((held.layout for held in snapshots.generations() if held.number == generation), None)
     if layout is None:
         if held_steps:
             raise CannotChooseError

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -180,81 +180,89 @@ class StepMeter:
         Args:
             passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
         """
-        world = self._model.groups.world
-        device = loss.device
-        packer = MetricPacker()
-        packer.add("losses", self._tp_dedup(loss.detach()))
+        own = self._own_numbers(loss, flags, memory_tracker, passes)
+        device_sums = all_reduce_sum(own.packed(), self._model.groups.world)
+        sums = own.unpack(device_sums.cpu())
+        projected = None if passes is None else passes.project(sums.perturbed_losses, step)
+        return StepTotals(
+            self._result(sums, rate, projected),
+            device_grad_norm=own.unpack(device_sums).squared_grad_norm.sqrt(),
+            expert_counts=sums.expert_counts,
+            thresholds=sums.thresholds,
+            receive_loads=sums.receive_loads,
+            projected=projected,
+        )
+
+    def _own_numbers(
+        self,
+        loss: Tensor,
+        flags: Sequence[bool],
+        memory_tracker: "MemoryTracker | None",
+        passes: "ForwardPasses | None",
+    ) -> "StepNumbers":
+        """Return the numbers of this rank."""
+        world, device = self._model.groups.world, loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
-        packer.add("indexer loss", sum(indexer_losses, torch.zeros((), dtype=torch.float64, device=device)).view(1))
-        packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
-        # One row for each rank, here and below, so that a sum over ranks can yield the maximum.
-        packer.add_row("loss metric maxima", self._loss_metrics.maxima(device), world)
-        packer.add("squared grad norm", local_norm_sq(self.clipped, skip=self._duplicate_params))
-        packer.add("flags", torch.tensor(flags, device=device))
         memory = torch.full((1,), peak_memory_gib(device.type), dtype=torch.float64, device=device)
-        packer.add_row("memory", memory, world)
-        num_experts = self._num_choices
-        router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
-        for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
-            packer.add(name, stats)
-        packer.add_row("rank times", self._times(device), world)
+        scalars, counts, thresholds, biases = self._local_router_stats(device).split([5, *[self._num_choices] * 3], 1)
+        rank_times = _row_of_rank(self._times(device), world)
         offload = () if self._model.offload is None else astuple(self._model.offload.end_step())
-        packer.add("offload", torch.tensor(offload, dtype=torch.float64, device=device))
-        packer.add("receive loads", self._model.local_receive_load())
         nothing = torch.zeros(0, dtype=torch.float64, device=device)
         by_part = nothing
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part
 
             by_part = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
-        packer.add_row("memory by part", by_part, world)
-        packer.add("perturbed losses", loss.new_zeros(0) if passes is None else passes.local_losses())
-        planned = None if self._attention is None else self._attention.local_statistics(device)
-        packer.add("attention", nothing if planned is None else planned)
-        sums = packer.all_reduce(world)
-        totals = packer.unpack(sums.cpu())
-        projected = None if passes is None else passes.project(totals["perturbed losses"], step)
-        return StepTotals(
-            self._result(totals, rate, projected),
-            device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
-            expert_counts=totals["expert counts"],
-            thresholds=totals["thresholds"],
-            receive_loads=totals["receive loads"],
-            projected=projected,
+        return StepNumbers(
+            losses=self._tp_dedup(loss.detach()),
+            indexer_loss=sum(indexer_losses, torch.zeros((), dtype=torch.float64, device=device)).view(1),
+            metric_sums=self._tp_dedup(self._loss_metrics.sums(device)),
+            metric_maxima=_row_of_rank(self._loss_metrics.maxima(device), world),
+            squared_grad_norm=local_norm_sq(self.clipped, skip=self._duplicate_params),
+            flags=torch.tensor(flags, device=device),
+            memory=_row_of_rank(memory, world),
+            layer_scalars=scalars,
+            expert_counts=counts,
+            thresholds=thresholds,
+            biases=biases,
+            rank_times=rank_times,
+            offload=torch.tensor(offload, dtype=torch.float64, device=device),
+            receive_loads=self._model.local_receive_load(),
+            memory_by_part=_row_of_rank(by_part, world),
+            perturbed_losses=loss.new_zeros(0) if passes is None else passes.local_losses(),
+            attention=nothing if self._attention is None else self._attention.local_statistics(device),
         )
 
-    def _result(self, totals: dict[str, Tensor], rate: float, projected: "ProjectedGradient | None") -> StepResult:
+    def _result(self, sums: "StepNumbers", rate: float, projected: "ProjectedGradient | None") -> StepResult:
         """Return the metrics of a step from the sums over all ranks."""
-        losses = totals["losses"].tolist()
+        losses = sums.losses.tolist()
         num_terms = len(self._loss_terms)
         terms = dict(zip(self._loss_terms, losses[:num_terms], strict=True))
-        aux, z, routed_tokens, dropped, _ = totals["layer scalars"].sum(0).tolist()
-        layers = self._layer_metrics(
-            totals["layer scalars"].tolist(), totals["expert counts"].tolist(), totals["biases"].tolist()
-        )
-        times = totals["rank times"]
+        aux, z, routed_tokens, dropped, _ = sums.layer_scalars.sum(0).tolist()
+        layers = self._layer_metrics(sums.layer_scalars.tolist(), sums.expert_counts.tolist(), sums.biases.tolist())
+        times = sums.rank_times
         return StepResult(
             loss=sum(terms.values()),
             loss_terms=terms,
-            loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
+            loss_metrics=self._loss_metrics.by_name(sums.metric_sums, sums.metric_maxima.amax(0)),
             aux_loss=aux,
             z_loss=z,
             mtp_loss=losses[num_terms] if len(losses) > num_terms else 0.0,
-            indexer_loss=float(totals["indexer loss"]),
+            indexer_loss=float(sums.indexer_loss),
             # The mean square of a projection is the squared norm.
-            grad_norm=abs(projected.value) if projected else float(totals["squared grad norm"].sqrt()),
+            grad_norm=abs(projected.value) if projected else float(sums.squared_grad_norm.sqrt()),
             projected_gradient=None if projected is None else projected.rounded,
             lr=rate,
             expert_load=tuple(layer.load for layer in layers),
-            expert_counts=totals["expert counts"].long().numpy(),
+            expert_counts=sums.expert_counts.long().numpy(),
             dropped_fraction=dropped / routed_tokens if routed_tokens else 0.0,
             moe_layers=layers,
-            flags=tuple(int(count) for count in totals["flags"].tolist()),
-            peak_memory_gib=float(totals["memory"].max()),
+            flags=tuple(int(count) for count in sums.flags.tolist()),
+            peak_memory_gib=float(sums.memory.max()),
             rank_times=times.numpy(),
-            memory_by_part=_memory_by_part(totals["memory by part"]),
-            offload=(offload_metrics(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None),
-            attention={} if self._attention is None else self._attention.metrics(totals["attention"]),
+            memory_by_part=_memory_by_part(sums.memory_by_part),
+            offload=(offload_metrics(sums.offload.tolist(), len(times)) if sums.offload.numel() else None),
+            attention={} if self._attention is None else self._attention.metrics(sums.attention),
         )
 
     def _times(self, device: torch.device) -> Tensor:
@@ -324,29 +332,46 @@ def _memory_by_part(ranks_bytes: Tensor) -> "MemoryByPart | None":
     return MemoryByPart.from_ranks(ranks_bytes.tolist())
 
 
-class MetricPacker:
-    """Named tensors that one all-reduce sums over the ranks, in float64."""
+def _row_of_rank(row: Tensor, group: Group) -> Tensor:
+    """Return [ranks, ...] with this rank's row and zeros: the sum over the ranks has all rows."""
+    rows = row.new_zeros(group.size, *row.shape)
+    rows[group.rank] = row
+    return rows
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add this rank's summand; names and shapes must be equal on every rank."""
-        self._tensors[name] = tensor
+class StepNumbers(NamedTuple):
+    """Numbers of a step that one all-reduce sums: of one rank, or their sums; shapes are equal on every rank."""
 
-    def add_row(self, name: str, row: Tensor, group: Group) -> None:
-        """Add a row that stays separate from the rows of other ranks: the sum is [ranks, ...]."""
-        rows = row.new_zeros(group.size, *row.shape)
-        rows[group.rank] = row
-        self.add(name, rows)
+    losses: Tensor
+    """Terms of the loss, then of multi-token prediction."""
+    indexer_loss: Tensor
+    metric_sums: Tensor
+    """Metrics of the loss, like `metric_maxima`, which has a row for each rank."""
+    metric_maxima: Tensor
+    squared_grad_norm: Tensor
+    flags: Tensor
+    memory: Tensor
+    """GiB, a row for each rank."""
+    layer_scalars: Tensor
+    """Five numbers of each MoE layer, see `_local_router_stats`, like the next three."""
+    expert_counts: Tensor
+    thresholds: Tensor
+    biases: Tensor
+    rank_times: Tensor
+    """A row for each rank."""
+    offload: Tensor
+    receive_loads: Tensor
+    memory_by_part: Tensor
+    """A row for each rank."""
+    perturbed_losses: Tensor
+    """Losses of forward passes."""
+    attention: Tensor
 
-    def all_reduce(self, group: Group) -> Tensor:
-        """Sum all tensors over the members and return one flat tensor, which `unpack` splits. Collective."""
-        return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
+    def packed(self) -> Tensor:
+        """Return all numbers in one flat tensor, in float64."""
+        return torch.cat([numbers.flatten().double() for numbers in self])
 
-    def unpack(self, sums: Tensor) -> dict[str, Tensor]:
-        """Split the flat tensor, or a copy of it on the host, by name and shape."""
-        values = sums.split([tensor.numel() for tensor in self._tensors.values()])
-        return {
-            name: value.view(tensor.shape) for (name, tensor), value in zip(self._tensors.items(), values, strict=True)
-        }
+    def unpack(self, sums: Tensor) -> "StepNumbers":
+        """Split a flat tensor, which may be on another device, into numbers of the same shapes."""
+        parts = sums.split([numbers.numel() for numbers in self])
+        return StepNumbers(*(part.view(numbers.shape) for part, numbers in zip(parts, self, strict=True)))

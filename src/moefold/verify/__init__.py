@@ -1,0 +1,2 @@
+PRELOAD = ("moefold.verify.preload",)
+"""What a `WorkerPool` imports once for all ranks that train."""

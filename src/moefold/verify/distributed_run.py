@@ -77,7 +77,7 @@ def run_on_groups(
     for stage in model.stages:
         draw_adapter_outputs(stage, cfg.model, cfg.run.seed)
     dataset = data or open_samples(cfg)
-    loader = BatchSharder(dataset.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    loader = BatchSharder(dataset.train, cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     initial = gather_full_tensors(model)
     gradients: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def run_on_groups(
         # Stop flags are read between the backward pass and clipping.
         steps.append(training.run_polled(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
-    held_out = BatchSharder(dataset.validation, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    held_out = BatchSharder(dataset.validation, cfg.batch_shape, groups, model.positions)
     final = gather_full_tensors(model)
     eval_loss = training.evaluate([held_out.batch(0)])
     program_loss = "" if loss is None else type(loss).__name__

@@ -1,6 +1,6 @@
 """Oracle: float64 reference training in one process, without code of the trainer.
 
-Every mapping must equal it. Written for readability next to `docs/notation.md`, not for speed: attention with an
+Every mapping must equal it. Written for readability next to `docs/formulas.md`, not for speed: attention with an
 explicit mask, every expert over every token. Parameters are addressed by name only. The formula of a part is in the
 part's folder; `oracle_routing` has the router, `oracle_attention` RoPE and the selection of sparse attention,
 `oracle_optimizer` the frame of the optimizers.
@@ -258,7 +258,7 @@ class Oracle:
             return float(self.loss(batch, is_training=False).lm)
 
     def loss(self, batch: OracleBatch, *, is_training: bool) -> _LossTerms:
-        """Compute the loss terms as defined in docs/notation.md."""
+        """Compute the loss terms as defined in docs/formulas.md."""
         size = self.cfg.train.micro_batch_size
         lm = mtp = torch.zeros((), dtype=torch.float64)
         routed: dict[int, list[RoutedBatch]] = {}

@@ -1,4 +1,4 @@
-"""Draws depend only on their sample and follow the filtered distribution; meaningless parameters are refused."""
+"""Draws depend only on their sample and follow the filtered distribution. Meaningless parameters are refused."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_the_likeliest_tokens_stay_with_their_weights(top_k, top_p, kept):
     [({}, {0, 1, 2, 3}), ({"min_p": 0.6}, {1, 3}), ({"min_p": 1.0}, {1}), ({"min_p": 0.6, "top_p": 0.55}, {1})],
 )
 def test_unlikely_tokens_are_left_out_before_the_nucleus(params, kept):
-    """Draws on a grid give each kept token its share of the kept mass; top-p counts the tokens that min-p keeps."""
+    """Draws on a grid give each kept token its share of the kept mass. Top-p counts the tokens that min-p keeps."""
     draws = [Draw(SamplingParams(**params), place / 100) for place in range(100)]
     found = choose_tokens(PROBS.log().repeat(100, 1), draws).tolist()
     assert set(found) == kept

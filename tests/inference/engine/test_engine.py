@@ -79,7 +79,7 @@ MAPPINGS: list[dict[str, Any]] = [
 """Under dp, ranks pass requests of their own; with three ranks they share no experts."""
 FAST_MAPPINGS = (1, 5)
 FAST_TRAINING_MAPPINGS = (0, 5, 6)
-"""Indices of the mappings of the fast tests; together they have every axis."""
+"""Indices of the mappings of the fast tests. Together they have every axis."""
 
 
 def marked(mappings: Sequence[dict[str, Any]], fast: Sequence[int]) -> list[Any]:
@@ -188,8 +188,8 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
         assert_equal_completions(ranks, expected)
 
 
-def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
-    """Compare completions under random schedules with each request by itself; return the preemptions seen."""
+def assert_schedules(path: Path, dtype: str, tolerance: float) -> int:
+    """Compare completions under random schedules with each request by itself and return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = GenerationEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [
@@ -246,5 +246,5 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
     ],
 )
 def test_no_schedule_changes_a_completion(pool, mixtral, dtype, tolerance):
-    (num_preemptions,) = pool.run(1, check_schedules, mixtral, dtype, tolerance)
+    (num_preemptions,) = pool.run(1, assert_schedules, mixtral, dtype, tolerance)
     assert num_preemptions > 0

@@ -127,7 +127,7 @@ def test_a_rank_that_waits_delays_no_other_rank(pool, of_kind):
 
 
 def _changed(path: Path) -> list[bool]:
-    """Whether each rank reads the weights that its peers write, after each of some changes."""
+    """Return whether each rank reads the weights that its peers write, after each of some changes."""
     model = opened(path, "fetch", {"world_size": 2, "ep": 2}, "float32")
     layer = next(iter(model.stage.moe_layers().values()))
     seen = []

@@ -42,7 +42,7 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     engine = GenerationEngine(model, EngineSettings(slots=2, pass_tokens=8), SamplingParams(temperature=0.7, seed=1))
     losses: list[float] = []
     completions: list[list[Completion]] = []

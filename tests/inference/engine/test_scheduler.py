@@ -63,7 +63,7 @@ def expected(request: Request) -> list[int]:
 
 
 def run(requests: list[Request], limits: PassLimits, arrivals: list[int]) -> tuple[dict[int, list[int]], PassScheduler]:
-    """The new tokens of all samples; sample i is added before pass arrivals[i]."""
+    """The new tokens of all samples. Sample i is added before pass arrivals[i]."""
     scheduler = PassScheduler(limits)
     model = HashModel(limits.num_pages, limits.page_positions)
     found: dict[int, list[int]] = {i: [] for i in range(len(requests))}

@@ -27,7 +27,7 @@ RULES = (
 
 
 def answers(folder: Path, mapping: dict[str, Any]) -> list[list[NewToken]]:
-    """The new tokens of each request, as the first rank delivers them; every rank calls it."""
+    """The new tokens of each request, as the first rank delivers them. Every rank calls it."""
     loaded = opened(folder, "generate", mapping, 40, 1)
     engine = GenerationEngine(loaded.model, EngineSettings(slots=4), SamplingParams())
     tokens: dict[int, list[NewToken]] = {}

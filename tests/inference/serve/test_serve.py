@@ -98,7 +98,7 @@ def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
         assert choice["text"] == expected["text"]
         assert choice["finish_reason"] == {"length": "length", "eos": "stop"}[expected["end"]]
         assert len(choice["logprobs"]["token_logprobs"]) == len(expected["tokens"])
-        check_alternatives(client, body)
+        assert_alternatives(client, body)
         assert found["usage"] == {
             "prompt_tokens": 8,
             "completion_tokens": len(expected["tokens"]),
@@ -107,11 +107,11 @@ def test_a_server_answers_as_generate_does(byte_model, mapping, capsys):
         events = client.events("/v1/completions", body | {"stream_options": {"include_usage": True}})
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == expected["text"]
         assert events[-1]["usage"] == found["usage"]
-        check_chat_and_clients(client)
-        check_refusals(client)
+        assert_chat_and_clients(client)
+        assert_refusals(client)
 
 
-def check_alternatives(client: Client, body: dict[str, Any]) -> None:
+def assert_alternatives(client: Client, body: dict[str, Any]) -> None:
     """The most likely tokens come in falling order, and are the same in a stream and under both endpoints."""
     (choice,) = client.json("/v1/completions", body | {"logprobs": 3})["choices"]
     found = choice["logprobs"]
@@ -131,7 +131,7 @@ def check_alternatives(client: Client, body: dict[str, Any]) -> None:
         assert one["top_logprobs"][0]["logprob"] >= one["top_logprobs"][1]["logprob"]
 
 
-def check_chat_and_clients(client: Client) -> None:
+def assert_chat_and_clients(client: Client) -> None:
     """Concurrent clients get the same as each by itself; a chat streams the text that it returns whole."""
     bodies = [{"prompt": f"text {i}", "max_tokens": 9, "seed": i, "n": 2} for i in range(3)]
     alone = [client.json("/v1/completions", body)["choices"] for body in bodies]
@@ -149,7 +149,7 @@ def check_chat_and_clients(client: Client) -> None:
     assert stopped["finish_reason"] == "stop"
 
 
-def check_refusals(client: Client) -> None:
+def assert_refusals(client: Client) -> None:
     """Requests that cannot be answered have a status and a message, and the server goes on."""
     path = "/v1/completions"
     for body, status, message in (

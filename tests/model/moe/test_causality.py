@@ -1,4 +1,4 @@
-"""Which rules of routing let a token depend on later ones: the table of docs/notation.md, "What looks ahead"."""
+"""Which rules of routing let a token depend on later ones: the table of docs/formulas.md, "What looks ahead"."""
 
 import pytest
 import torch
@@ -44,14 +44,14 @@ RULES: dict[str, tuple[dict[str, object], dict[str, object], bool, bool]] = {
 
 
 def _looks_ahead(layer: MoELayer) -> bool:
-    """Whether another last position changes the output at any position before it."""
+    """Return whether another last position changes the output at any position before it."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(S, B, 6, dtype=torch.float64, generator=generator)
-    y = layer(x)
+    y = layer(x).y
     for _ in range(TRIES):
         other = x.clone()
         other[-1] = 3 * torch.randn(B, 6, dtype=torch.float64, generator=generator)
-        if not torch.allclose(layer(other)[:-1], y[:-1], rtol=1e-10, atol=1e-12):
+        if not torch.allclose(layer(other).y[:-1], y[:-1], rtol=1e-10, atol=1e-12):
             return True
     return False
 

@@ -133,7 +133,7 @@ def test_experts_equal_the_definition(experts, counts):
 
 
 def _weighed_inside(apply, extra):
-    """Experts that apply the weights of the rows themselves; the weights are the first tensor."""
+    """Experts that apply the weights of the rows themselves. The weights are the first tensor."""
     return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra, probs_R=weights)
 
 

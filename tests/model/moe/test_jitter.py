@@ -1,4 +1,4 @@
-"""The noise belongs to the token: shards, order and repeats do not change it; it is uniform and uncorrelated."""
+"""The noise belongs to the token: shards, order and repeats do not change it. It is uniform and uncorrelated."""
 
 import torch
 

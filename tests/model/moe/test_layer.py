@@ -41,7 +41,7 @@ def _gradients(loss, x, layer):
 def _assert_equals_reference(model: ModelConfig, moe: MoEConfig, loss_scale: float = 0.25) -> None:
     layer, x = _layer(model, moe, loss_scale), _tokens()
     grad = torch.randn(S, B, model.hidden_size, dtype=torch.float64)
-    y = layer(x)
+    y = layer(x).y
     actual = _gradients((y * grad).sum(), x, layer)
     weights = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     x = _tokens()
@@ -94,7 +94,7 @@ def test_shared_expert(has_gate):
     if has_gate:
         expected = expected / (1 + torch.exp(-x @ layer.shared_gate.T))
     expected = expected + moe_reference(x, dict(layer.named_parameters()), model, PLAIN).y
-    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(x).y, expected, rtol=1e-12, atol=1e-12)
 
 
 def _counts(layer: MoELayer) -> list[float]:
@@ -110,7 +110,7 @@ def test_counters_sum_over_micro_batches_and_ignore_recompute(recompute):
     expected = torch.zeros(8, dtype=torch.float64)
     for seed in (1, 2):
         x = _tokens(seed)
-        y = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
+        y, _ = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
         y.sum().backward()
         with torch.no_grad():
             weights = dict(layer.named_parameters())
@@ -127,14 +127,14 @@ def test_counters_sum_over_micro_batches_and_ignore_recompute(recompute):
 
 def test_evaluation_drops_the_same_and_adds_no_counts_and_no_losses():
     layer, x = _layer(MODEL, MoEConfig(capacity_factor=0.7, aux_loss=5.0, z_loss=5.0)), _tokens()
-    trained = layer(x)
+    trained = layer(x).y
     layer.eval()
-    evaluated = layer(x)
+    evaluated = layer(x).y
     assert torch.equal(trained, evaluated)
     router_gradient = _gradients(evaluated.sum(), x, layer)["router.weight"]
     assert not torch.allclose(router_gradient, _gradients(trained.sum(), x, layer)["router.weight"])
     layer.stats.reset()
-    evaluated = layer(x)
+    evaluated = layer(x).y
     evaluated.sum().backward()
     assert _counts(layer) == [0.0] * 8
 
@@ -168,7 +168,7 @@ def test_recompute_changes_no_values_no_gradients_and_no_counts(kind, reentrant)
         """Two micro-batches under way at once, as in a pipeline; the first comes back last."""
         inputs = [_tokens(seed) for seed in (1, 2)]
         samples = [TokenColumns(torch.arange(B)), TokenColumns(torch.arange(B, 2 * B))]
-        outputs = [layer_forward(x, sample) for x, sample in zip(inputs, samples, strict=True)]
+        outputs = [layer_forward(x, sample)[0] for x, sample in zip(inputs, samples, strict=True)]
         for y in reversed(outputs):
             (y * torch.arange(MODEL.hidden_size)).sum().backward()
         gradients = [p.grad for p in layer.parameters()] + [x.grad for x in inputs]
@@ -192,19 +192,19 @@ def test_evaluation_has_a_capacity_of_its_own():
     moe = replace(PLAIN, capacity_factor=0.6, eval_capacity_factor=0.0)
     layer, x = _layer(MODEL, moe), _tokens()
     weights = dict(layer.named_parameters())
-    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, moe).y)
+    torch.testing.assert_close(layer(x).y, moe_reference(x, weights, MODEL, moe).y)
     layer.eval()
-    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, PLAIN).y)
+    torch.testing.assert_close(layer(x).y, moe_reference(x, weights, MODEL, PLAIN).y)
     layer = _layer(MODEL, replace(moe, capacity_factor=0.0, eval_capacity_factor=0.6))
-    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, PLAIN).y)
+    torch.testing.assert_close(layer(x).y, moe_reference(x, weights, MODEL, PLAIN).y)
     layer.eval()
-    torch.testing.assert_close(layer(x), moe_reference(x, weights, MODEL, moe).y)
+    torch.testing.assert_close(layer(x).y, moe_reference(x, weights, MODEL, moe).y)
 
 
 def test_a_perfectly_even_router_has_the_entropy_of_all_experts():
     layer, x = _layer(MODEL, PLAIN), _tokens()
     layer.router.weight.data.zero_()
-    layer(x).sum().backward()
+    layer(x).y.sum().backward()
     assert layer.stats.entropy.item() == pytest.approx(S * B * math.log(MODEL.ffn.moe.num_experts))
 
 
@@ -212,7 +212,7 @@ def test_bfloat16_in_bfloat16_out():
     layer = _layer(MODEL, MoEConfig(aux_loss=0.1, z_loss=0.1)).bfloat16()
     layer.router.float()
     x = _tokens().detach().bfloat16().requires_grad_()
-    y = layer(x)
+    y = layer(x).y
     y.float().sum().backward()
     assert (y.dtype, x.grad.dtype, layer.router.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     weights = {name: p.detach().double() for name, p in layer.named_parameters()}
@@ -222,7 +222,7 @@ def test_bfloat16_in_bfloat16_out():
 
 def test_float32_weights_are_read_in_the_type_of_the_tokens():
     layer = _layer(MODEL, PLAIN).float()
-    assert layer(_tokens().bfloat16()).dtype == torch.bfloat16
+    assert layer(_tokens().bfloat16()).y.dtype == torch.bfloat16
 
 
 def test_can_be_built_without_memory():

@@ -46,7 +46,7 @@ def _run(
     layer.load_state_dict(make_weights(model), strict=False)
     outputs = []
     for number, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-        y = layer(x, TokenColumns(torch.arange(B) + B * number, weight))
+        y = layer(x, TokenColumns(torch.arange(B) + B * number, weight)).y
         (y * torch.arange(1.0, 1 + y[0].numel()).view(1, *y.shape[1:])).sum().backward()
         outputs.append(y.detach())
     return layer, outputs
@@ -127,7 +127,7 @@ def test_the_fused_router_does_not_count_padding():
         layer.load_state_dict(make_weights(model), strict=False)
         layer.router.kernels = replace(layer.router.kernels, router=_torch_kernel(model))
         for x, weight in zip(xs, columns, strict=True):
-            layer(x.float(), TokenColumns(torch.arange(B), weight)).sum().backward()
+            layer(x.float(), TokenColumns(torch.arange(B), weight)).y.sum().backward()
         results.append([layer.router.weight.grad, *_numbers(layer.stats).values()])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 

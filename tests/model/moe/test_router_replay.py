@@ -87,7 +87,7 @@ def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     chosen = outputs.gather(2, ids_SBK[..., None].expand(-1, -1, -1, MODEL.hidden_size))
     expected = (chosen * weights[..., None]).sum(2)
     layer.losses.aux_coefficient = 0.0
-    y = layer(x, TokenColumns(torch.tensor([3, 0])))
+    y = layer(x, TokenColumns(torch.tensor([3, 0]))).y
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, *layer.parameters()]
     for mine, theirs in zip(
@@ -101,7 +101,7 @@ def test_counts_are_of_the_replayed_choices():
     layer.router.override = ReplayedRouting(
         0, replayed_NSK=torch.full((N, S, 2), 1, dtype=torch.uint8) + torch.tensor([0, 4])
     )
-    layer(_x(3), TokenColumns(torch.tensor([0, 1]))).sum().backward()
+    layer(_x(3), TokenColumns(torch.tensor([0, 1]))).y.sum().backward()
     assert layer.stats.tokens_per_expert_E.tolist() == [0, S * B, 0, 0, 0, S * B, 0, 0]
 
 
@@ -119,7 +119,7 @@ def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentr
                 if recomputes
                 else layer(x, TokenColumns(samples))
             )
-        for y in outputs:
+        for y, _ in outputs:
             y.square().sum().backward()
         assert layer.router.weight.grad is not None
         return layer.router.weight.grad, kept
@@ -132,10 +132,10 @@ def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentr
 
 def test_evaluation_does_not_record_and_does_not_replay():
     layer, x = _layer(), _x(4)
-    expected = layer.eval()(x)
+    expected = layer.eval()(x).y
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)
     layer.router.override = ReplayedRouting(0, _other_choices(), kept)
-    assert torch.equal(layer(x, TokenColumns(torch.tensor([0, 1]))), expected)
+    assert torch.equal(layer(x, TokenColumns(torch.tensor([0, 1]))).y, expected)
     assert (kept == 99).all()
 
 
@@ -157,11 +157,11 @@ def test_the_router_chooses_where_nothing_is_replayed():
 def test_log_probabilities_in_evaluation_may_replay_too():
     layer, x = _layer().eval(), _x(6)
     samples = torch.tensor([3, 2])
-    own = layer(x, TokenColumns(samples))
+    own = layer(x, TokenColumns(samples)).y
     layer.router.override = ReplayedRouting(0, _other_choices(), in_evaluation=True)
-    replayed = layer(x, TokenColumns(samples))
+    replayed = layer(x, TokenColumns(samples)).y
     layer.router.override.in_evaluation = False
-    assert torch.equal(layer(x, TokenColumns(samples)), own)
+    assert torch.equal(layer(x, TokenColumns(samples)).y, own)
     assert not torch.equal(replayed, own)
 
 

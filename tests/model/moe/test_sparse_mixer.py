@@ -70,7 +70,7 @@ def test_equal_logits_choose_the_lowest_expert_and_weigh_all_the_same():
 
 
 def test_samples_follow_the_softmax_of_the_close_experts():
-    """The first logit is too far; the others have the probabilities of their softmax."""
+    """The first logit is too far. The others have the probabilities of their softmax."""
     logits = torch.tensor([0.1, 1.0, 1.3, 1.5])
     logits_TE = logits.expand(40_000, 4)
     noise_TN = _noise(5, 2, 40_000, 4)

@@ -27,7 +27,7 @@ from tests.verify.recipes import LATENT
 pytestmark = needs_compiler
 
 ROUNDING = HALF_STEPS | {torch.float32: 0.0}
-"""Rounding to each type; 0 for float32, whose rounding is within the error of its sums."""
+"""Rounding to each type, or 0 for float32, whose rounding is within the error of its sums."""
 
 
 @pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)

@@ -1,4 +1,4 @@
-"""Products in C equal their definition for every size, stride and mix of types; losses equal the libraries' losses."""
+"""Products in C equal their definition for every size, stride and mix of types. Losses equal the libraries' losses."""
 
 import ctypes
 import mmap
@@ -31,7 +31,7 @@ SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 6
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""
 LAYOUTS = (("rows", "rows"), ("rows", "transposed"), ("transposed", "transposed"), ("apart", "apart"))
 EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
-"""Relative to the largest value; bfloat16 is rounded once, to half of that."""
+"""Relative to the largest value. Bfloat16 is rounded once, to half of that."""
 
 
 @pytest.fixture(scope="module", params=[*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=pytest.mark.slow)])
@@ -80,7 +80,7 @@ def _assert_close(found: torch.Tensor, right: torch.Tensor, scale: torch.Tensor 
     ids=str,
 )
 def test_it_equals_the_definition(gemm, size, types, layouts):
-    """Over memory full of NaN; nothing but the result is written."""
+    """Over memory full of NaN. Nothing but the result is written."""
     rows, columns, depth = size
     kinds = [torch.float32 if kind == "f" else torch.bfloat16 for kind in types]
     x, w = _matrix(rows, depth, layouts[0], kinds[0]), _matrix(columns, depth, layouts[1], kinds[1])

@@ -25,7 +25,7 @@ def kernels(request, built_with):
 
 
 class _Cache:
-    """Random samples whose keys and values lie in shuffled pages; slots that were not written hold NaN."""
+    """Random samples whose keys and values lie in shuffled pages. Slots that were not written hold NaN."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         tokens, samples, heads, groups, d = shape
@@ -51,7 +51,7 @@ class _Cache:
 
 
 SHAPES = [(1, 1, 1, 1, 8), (65, 2, 4, 2, 24), (130, 3, 6, 1, 33), (200, 2, 2, 2, 256), (70, 1, 40, 1, 16)]
-"""Tokens, samples, query heads, key/value heads and head dim; the last one has more heads than a tile has queries."""
+"""Tokens, samples, query heads, key/value heads and head dim. The last one has more heads than a tile has queries."""
 
 
 @in_each_type

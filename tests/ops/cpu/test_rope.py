@@ -1,4 +1,4 @@
-"""Rotation of heads in C equals the definition; its plain twin computes the cases that it does not know."""
+"""Rotation of heads in C equals the definition. Its plain twin computes the cases that it does not know."""
 
 import pytest
 import torch
@@ -141,5 +141,5 @@ def test_the_choice_is_automatic_and_reaches_the_model():
 
 @pytest.mark.parity
 def test_on_and_off_give_the_same_losses(pool):
-    """With context parallelism; the heads of latent attention: test_attention.py."""
+    """With context parallelism. The heads of latent attention: test_attention.py."""
     assert_same_losses(pool, {"world_size": 2, "cp": 2})

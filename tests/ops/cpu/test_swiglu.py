@@ -1,4 +1,4 @@
-"""The gate in C equals its plain twin; where it cannot be had, a run says so and goes on, or is refused."""
+"""The gate in C equals its plain twin. Where it cannot be had, a run says so and goes on, or is refused."""
 
 import os
 import shutil
@@ -258,7 +258,7 @@ int three(void) {{ return 666; }}
 @needs_compiler
 @pytest.mark.parametrize("whose", ["another user's", "group's", "all's", "another user's file", "group's file", "link"])
 def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path, whose):
-    """The first folder, or the file in it, does not belong to only this user; another folder is taken."""
+    """The first folder, or the file in it, does not belong to only this user. Another folder is taken."""
     planted, own, trace = tmp_path / "planted", tmp_path / "own", tmp_path / "trace"
     monkeypatch.setattr(build, "cache_folders", lambda named: (planted, own))
     monkeypatch.setattr(build, "__file__", str(tmp_path / "c_library.py"))

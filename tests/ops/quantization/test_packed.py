@@ -37,7 +37,7 @@ def test_the_received_rows_are_rounded_as_a_product_would(dtype, width):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_product_rounds_no_value_again(dtype):
-    """It finds the same 8 bits; its scale is rounded like its input, in bfloat16 by up to 2**-8."""
+    """It finds the same 8 bits. Its scale is rounded like its input, in bfloat16 by up to 2**-8."""
     x = _rows(13, 256, dtype)
     values, scales = quantize(x)
     again, scales_again = quantize(dequantize(values, scales, dtype))

@@ -19,7 +19,7 @@ def test_e4m3_keeps_three_bits():
 
 
 BOUNDS = {"fp8-blockwise": 1 / 16, "mxfp8": 1 / 16, "nvfp4": 1 / 6 + 1 / 16}
-"""Largest error of a block relative to its largest value: half the widest step of the format; for e2m1 half of 2 in 6,
+"""Largest error of a block relative to its largest value: half the widest step of the format. For e2m1 half of 2 in 6,
 and the loss of a scale of 4 bits."""
 
 

@@ -54,7 +54,7 @@ def test_weights_that_are_written_between_two_steps_are_read_again(double):
 
 
 def test_storage_that_is_freed_and_filled_again_is_read_again_in_the_next_step(double):
-    """FSDP resizes the storage of a gathered weight to 0 and back; the storage object and its identity stay."""
+    """FSDP resizes the storage of a gathered weight to 0 and back. The storage object and its identity stay."""
     cache = WeightCache()
     gathered = torch.nn.Parameter(torch.ones(4))
     for value in (1.0, 3.0):

@@ -33,7 +33,7 @@ def _is_defined(permutation):
 
 
 def _journey(x, probs, scale, permutation, grad, ops):
-    """Sum of the scaled rows of each token and its gradients; rows without a kept token are NaN: not to be read."""
+    """Sum of the scaled rows of each token and its gradients. Rows without a kept token are NaN: not to be read."""
     rows = permute(x, permutation, ops) * scale[: len(permutation.token_R)]
     rows = torch.where(_is_defined(permutation).unsqueeze(1), rows, torch.nan)
     out = unpermute(rows, permutation, probs, ops)

@@ -137,7 +137,7 @@ class _CopiedRows(TorchDispatchMode):
         ("slots", ["index_select", "masked_fill_"], ["index_select", "masked_fill_"] * 2),
     ],
 )
-def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_only(kind, forward, backward):
+def test_tokens_and_gradients_are_gathered_once_a_pass(kind, forward, backward):
     permutation, (x, probs, *tensors) = _permutation(kind), _leaves(torch.float64, has_bias=False)
     how = ExpertOptions(permutation.tokens_per_expert_E.tolist(), permute_map=PermuteMap.from_permutation(permutation))
     with _CopiedRows(H) as copies:

@@ -39,7 +39,7 @@ def test_a_gather_within_a_node_is_a_ring_over_nvlink():
     assert all_gather_s(H100, RankGroup(8, 1), 1e9) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_gather_over_nodes_uses_every_card_of_a_node_and_passes_all_of_it_on_inside():
+def test_a_gather_over_nodes_uses_every_card_of_a_node():
     rail, nvlink = (link.bytes_per_s * link.fraction for link in (RAIL, NVLINK))
     for nodes in (2, 16):
         expected = 1e10 * max((nodes - 1) / nodes / 8 / rail, 7 / 8 / nvlink)

@@ -19,7 +19,7 @@ def products(gpu="h100", precision="bf16", **options):
 
 
 def test_a_large_product_runs_as_fast_as_it_was_measured():
-    """published/README.md: 790 TFLOP/s on an H200 for 8192^3, cold; training holds a little less."""
+    """published/README.md: 790 TFLOP/s on an H200 for 8192^3, cold. Training holds a little less."""
     seconds = products("h200").matmul_s(8192, 8192, 8192)
     assert 2 * 8192**3 / seconds / 1e12 == pytest.approx(790, rel=0.1)
 

@@ -154,7 +154,7 @@ def test_folding_beats_coupling_where_context_parallelism_spreads_the_experts():
     assert seconds(folded, work=long) < seconds(coupled, work=replace(long, is_coupled=True))
 
 
-def test_rows_are_sorted_where_a_rank_has_several_experts_and_after_the_gather_over_etp():
+def test_rows_are_sorted_for_several_experts_and_for_etp():
     def permuted(**degrees):
         return pricer().step_time(replace(FOLDED, **degrees)).parts["permute"]
 
@@ -183,7 +183,7 @@ def test_lower_precision_and_graphs_are_faster():
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("gated_deltanet", 3 * 3 * 128), ("gla", 0), ("short_convolution", 3 * 512)]
 )
-def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_the_length(kind, tokens):
+def test_linear_attention_exchanges_states_of_constant_size(kind, tokens):
     """Two segments a rank: a transition [32, 32] and an update [32, 32] of 4 heads, and three tokens."""
     heads = {} if kind == "short_convolution" else {"linear_attention.num_key_heads": 4}
     model = model_of(
@@ -327,7 +327,7 @@ def test_a_layer_never_takes_less_than_its_host_or_its_device():
     mapping = ParallelMapping(dp=8, ep=8)
     layer = cost_model.layer_time(0, mapping)
     mixer, ffn = cost_model.blocks(0, mapping)
-    host_s = (mixer.kernels[0] + ffn.kernels[0]) * cost_model.device.host_launch_s
+    host_s = (mixer.kernels.forward + ffn.kernels.forward) * cost_model.device.host_launch_s
     device_s = sum(work.seconds for work in (*mixer.forward, *ffn.forward))
     wait_s = cost_model.device.sync_s
     assert max(host_s, device_s) + wait_s <= layer.forward_s <= host_s + device_s + 2 * wait_s

@@ -12,7 +12,7 @@ PUBLISHED = {
     "wlb": {"mean": 3962, 50: 3227, 90: 5784, 99: 26070, 99.9: 119836},
     "prolong": {"mean": 3052, 50: 1914, 90: 6051, 99: 16273, 99.9: 47500},
 }
-"""Mean and percentiles of the original lengths; the histogram has only classes."""
+"""Mean and percentiles of the original lengths. The histogram has only classes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

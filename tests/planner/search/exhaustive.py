@@ -80,7 +80,7 @@ def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, floa
     return found
 
 
-def check_folds(search: Search, fixed: dict | None = None) -> None:
+def assert_folds(search: Search, fixed: dict | None = None) -> None:
     """Compare the search with the ranking of everything: each fold, the first few, and who is faster."""
     everything = fastest_of_all(search, fixed)
     assert set(dict(search.space.folds)) == set(everything)

@@ -15,7 +15,7 @@ from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
-from tests.planner.search.exhaustive import check_folds, every_mapping, found_by, priced, searching
+from tests.planner.search.exhaustive import assert_folds, every_mapping, found_by, priced, searching
 from tests.slow import slow
 
 MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
@@ -35,7 +35,7 @@ def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = N
 
 @pytest.mark.parametrize("room_mib", [0.3, *slow([(0.5,), (100.0,)])])
 def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
-    check_folds(searched("plain", 2, room_mib / 1024))
+    assert_folds(searched("plain", 2, room_mib / 1024))
 
 
 @pytest.mark.parametrize("share", [0.02, *slow([(0.1,), (0.3,)])])
@@ -50,14 +50,14 @@ def test_a_slower_dispatcher_that_keeps_less_is_found(share):
     roomy = searching(cfg, 100.0, fixed)
     probes = every_mapping(roomy, {**fixed, "recompute": (), "offload": ()})
     sizes = np.concatenate([priced(roomy, m)[1] for mappings in probes.values() for m in mappings])
-    check_folds(searching(cfg, np.quantile(sizes, share) / 2**30 - OVERHEAD_GIB, fixed), fixed)
+    assert_folds(searching(cfg, np.quantile(sizes, share) / 2**30 - OVERHEAD_GIB, fixed), fixed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 1.0, 100.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_best_of_each_fold_is_the_best_on_four_ranks(name, room_mib):
-    check_folds(searched(name, 4, room_mib / 1024))
+    assert_folds(searched(name, 4, room_mib / 1024))
 
 
 def of_preset(preset: str, world_size: int, room_gib: float, fixed: dict) -> Search:
@@ -79,7 +79,7 @@ def of_preset(preset: str, world_size: int, room_gib: float, fixed: dict) -> Sea
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room_gib, fixed):
-    check_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
+    assert_folds(of_preset(preset, world_size, room_gib, fixed), fixed)
 
 
 def least_bytes(search: Search, fixed: dict) -> float:
@@ -140,7 +140,7 @@ def test_rows_of_dropped_tokens_that_only_one_rank_keeps_are_not_a_lower_bound()
         assert found_by(search, 1)
 
 
-def test_a_dispatcher_that_reserves_memory_for_large_micro_batches_leaves_small_ones():
+def test_a_dispatcher_that_reserves_memory_leaves_small_batches():
     plain = on_ranks(RECIPES["plain"], 2)
     cfg = replace(plain, train=replace(plain.train, seq_len=2048, global_batch_size=8))
     cfg = replace(cfg, run=replace(cfg.run, device="cuda"))

@@ -79,7 +79,7 @@ def key(values: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(values[axis] for axis in AXIS_KEYS if axis not in FREE)
 
 
-def check_exact(cfg: Config, of: int = 1) -> None:
+def assert_exact(cfg: Config, of: int = 1) -> None:
     """Compare the enumeration with brute force, and with one of every `of` tuples if `of` is more than 1."""
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed=FREE))
     found = [key(values) for values in space]
@@ -103,14 +103,14 @@ def check_exact(cfg: Config, of: int = 1) -> None:
 
 @pytest.mark.parametrize("name", ["windows and an uneven batch"])
 def test_enumeration_equals_brute_force(name):
-    check_exact(on_ranks(RECIPES[name], 2), 7)
+    assert_exact(on_ranks(RECIPES[name], 2), 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_enumeration_equals_brute_force_on_more_ranks(name, world_size):
-    check_exact(on_ranks(RECIPES[name], world_size))
+    assert_exact(on_ranks(RECIPES[name], world_size))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -139,7 +139,7 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_enumerated_offloads_are_those_that_the_runtime_accepts_with_and_without_overlap(overlap):
+def test_enumerated_offloads_are_those_that_the_runtime_accepts(overlap):
     legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))

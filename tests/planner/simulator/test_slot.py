@@ -47,7 +47,7 @@ def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     assert mine == runtime_slots(cfg.model, cfg.parallel, cfg.train)
 
 
-def test_interleaved_is_1f1b_with_several_stages_and_one_rank_does_one_micro_batch_after_the_other():
+def test_1f1b_with_several_stages_is_interleaved():
     assert schedule_rows("1f1b", 4, 2, 8) == schedule_rows("interleaved", 4, 2, 8)
     assert spelled(schedule_rows("1f1b", 1, 1, 2)) == [[["0F0"], ["0B0"], ["0F1"], ["0B1"]]]
 

@@ -139,13 +139,8 @@ class DispatcherPart(Part):
     """True if the rank of a token sums the outputs of its experts in the order of its choices, so that sampling and
     training have the same bits."""
 
-    # Kinds that replace it.
-    prefers: ClassVar[str] = ""
-    """Preferred kind, for a kind that is resolved at the start of a run."""
-    falls_back_to: ClassVar[str] = ""
-    """Kind where the preferred kind cannot run, and before the kind is resolved."""
-    written_as: ClassVar[str] = ""
-    """The kind in recipes that the planner writes; empty: this kind."""
+    resolves_to: ClassVar[tuple[str, str] | None] = None
+    """Kind that takes its place at the start of a run if all ranks can run it, and the kind otherwise; None: itself."""
 
     def unsupported(self, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Yield the reasons why the dispatcher does not support the settings of a recipe, one phrase each.

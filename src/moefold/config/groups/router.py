@@ -33,8 +33,30 @@ class ScoreFormula(NamedTuple):
     """Number of uniform numbers for each token in training, given K and E."""
 
 
+class WeightedChoice:
+    """What a score function and its softmax say about the choices of a token and their weights."""
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as in `ChoiceInputs`."""
+        raise NotImplementedError
+
+    def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
+        """Return the experts of each token, best first, int64 [T, K]: by default as `moe.choice` selects them."""
+        return choice.select(inputs)
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers that the choices of a token need in training; 0: none."""
+        return 0
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class RouterScorePart(Part):
+class RouterScorePart(WeightedChoice, Part):
     """Score function of a router. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_score"
@@ -65,29 +87,10 @@ class RouterScorePart(Part):
         """Return the scores divided by their sum, [T, E]: the input of the load-balancing loss."""
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
 
-    def weights(
-        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
-    ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as for `choose`."""
-        raise NotImplementedError
-
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, int64 [T, K], of a router with its own choice; None if `moe.choice` decides.
-
-        Args:
-            logits_TE: the logits, without a gradient.
-            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`].
-        """
-        return None
-
-    def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers that the choices of a token need in training; 0: none."""
-        return 0
-
     @property
-    def chooses(self) -> bool:
-        """Return whether the part chooses the experts, instead of `moe.choice`."""
-        return False
+    def weighting(self) -> Part:
+        """Return the part that computes the routing weights."""
+        return self
 
     @property
     def weights_sum_to_one(self) -> bool:
@@ -102,10 +105,6 @@ class RouterScorePart(Part):
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a chosen expert if all logits are 0 and no sum divides it; None if it is not fixed."""
         raise NotImplementedError
-
-    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
-        return 0
 
     def softmax_in_decoding(self) -> Literal["pre", "post"] | None:
         """Return the softmax that decoding in C takes: of all logits, of the chosen logits, or none that C has."""
@@ -141,7 +140,7 @@ class SeparateScorePart(RouterScorePart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSoftmaxPart(Part):
+class RouterSoftmaxPart(WeightedChoice, Part):
     """Routing weights from softmax scores. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_softmax"
@@ -151,32 +150,9 @@ class RouterSoftmaxPart(Part):
     is_post: ClassVar[bool | None] = None
     """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
 
-    def weights(
-        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
-    ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]."""
-        raise NotImplementedError
-
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, like `RouterScorePart.choose`."""
-        return None
-
-    def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers that the choices of a token need in training; 0: none."""
-        return 0
-
-    @property
-    def chooses(self) -> bool:
-        """Return whether the part chooses the experts, instead of `moe.choice`."""
-        return False
-
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a choice if all logits are equal; None if it is not fixed."""
         return 1 / num_experts
-
-    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
-        return 0
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
         """Return a function from the softmax to the whole score function in float64; None if it has no formula."""
@@ -219,6 +195,8 @@ class ChoiceInputs:
     """Scores, with the expert bias if the router has one; logits if they give the same ranking."""
     thresholds_E: "Tensor | None"
     """Result of `thresholds`, in training."""
+    noise_TN: "Tensor | None"
+    """Uniform numbers in (0, 1) in training, float64 [T, `noise_width`]."""
     is_training: bool
     tokens: Tokens
     best: Callable[["Tensor"], "Tensor"]

@@ -1,7 +1,7 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,13 @@ from moefold.model.moe.token_group import NO_COLUMNS, MicroBatchGroup, TokenColu
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
-LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer. An MoE layer with `model.ffn.moe.shortcut` also returns the routed part, which is added later."""
+
+class LayerOutput(NamedTuple):
+    """Output of an MoE layer, or of a layer of the transformer, both [S/(cp*tp), B, H]."""
+
+    y: Tensor
+    routed: Tensor | None = None
+    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer; else it is in `y`."""
 
 
 class MoELayer(nn.Module):
@@ -35,6 +40,7 @@ class MoELayer(nn.Module):
     before the first step; None unless `moe.aux_kind` is "last_global_batch" and `moe.aux_loss` is not 0.
 
     `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
+    A decoder sets `decoding_dispatcher`.
 
     Args:
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
@@ -74,6 +80,8 @@ class MoELayer(nn.Module):
         has_gate = part.shared is not None and part.shared.gate
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(part.num_experts)
+        self.decoding_dispatcher: Dispatcher[Any] | None = None
+        """Sends the tokens while the model generates, without token dropping."""
         self.micro_batch_group: MicroBatchGroup = MicroBatchGroup()
         self.losses = RouterLosses(moe, part.num_choices, loss_scale, micro_batches_per_rank)
         self.stats = self.losses.stats
@@ -83,7 +91,7 @@ class MoELayer(nn.Module):
         self.register_buffer("last_counts_E", last_counts_E)
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
-        self.eval_capacity_policy = (
+        self._eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
         """Token dropping outside training; None: dropless."""
@@ -112,7 +120,7 @@ class MoELayer(nn.Module):
             self.last_counts_E.copy_(tokens_per_expert_E)
 
     def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, (shared expert, routed experts).
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, `y` is the shared expert only.
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
         """
@@ -130,8 +138,9 @@ class MoELayer(nn.Module):
             dispatched, is_zero_TK = split_zero_experts(routing_map, self._num_experts)
             y_zero = zero_expert_output(x, routing.probs_TK, is_zero_TK)
         shared_expert = None if self.shared is None else lambda: self.run_shared_expert(x)
+        dispatcher = self.decoding_dispatcher or self.dispatcher
         expert_input = x_TH if self.latent_down is None else self.latent_down(x_TH)
-        y_TH, y_shared = yield from self.dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
+        y_TH, y_shared = yield from dispatcher.run(expert_input, dispatched, self.experts, shared_expert)
         y = (y_TH if self.latent_up is None else self.latent_up(y_TH)).view_as(x)
         if y_zero is not None:
             y = y + y_zero
@@ -142,11 +151,13 @@ class MoELayer(nn.Module):
             y = self.losses.attach(y, routing, kept_TK, token_positions, self.last_counts_E)
         if self.is_shortcut:
             assert y_shared is not None, "refused by validate/shortcut.py"
-            return y_shared, without_base(y)
-        return y
+            return LayerOutput(y_shared, without_base(y))
+        return LayerOutput(y)
 
     def _drop_tokens(self, routing: RoutingDecision, token_positions: TokenPositions) -> RoutingMap:
-        policy = self._capacity_policy if self.training else self.eval_capacity_policy
+        policy = self._capacity_policy if self.training else self._eval_capacity_policy
+        if self.decoding_dispatcher is not None:
+            policy = None
         (num_tokens, top_k) = routing.ids_TK.shape
         is_token_T = token_positions.is_token()
         if policy is None:

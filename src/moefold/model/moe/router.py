@@ -5,7 +5,6 @@ no choice depends on the parallel mapping. Also here: the fused router kernel wi
 """
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.export import register_dataclass
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterScorePart, RouterSoftmaxPart
+from moefold.config.groups.router import ChoiceInputs, ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
@@ -179,9 +178,7 @@ class Router(nn.Module):
         if self.training:
             thresholds_E = self._choice.thresholds(scores_TE.detach(), self.top_k, token_positions)
         noise_TN = self._choice_noise(token_positions)
-        ids_TK = self._router_part.choose(logits_TE.detach(), self.top_k, noise_TN)
-        if ids_TK is None:
-            ids_TK = self._select_experts(logits_TE.detach(), scores_TE.detach(), thresholds_E, token_positions)
+        ids_TK = self._select_experts(logits_TE.detach(), scores_TE.detach(), thresholds_E, noise_TN, token_positions)
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
         probs_TK = self._router_part.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
@@ -273,23 +270,28 @@ class Router(nn.Module):
         return SoftmaxRouting(is_post=softmax == "post", scale=self._part.router.scaling_factor)
 
     def _select_experts(
-        self, logits_TE: Tensor, scores_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        thresholds_E: Tensor | None,
+        noise_TN: Tensor | None,
+        token_positions: TokenPositions,
     ) -> Tensor:
         bias_E = self.expert_bias
         ranking_TE = self._router_part.ranking(logits_TE, scores_TE) if bias_E is None else scores_TE + bias_E
-        return self._choice.select(
-            ChoiceInputs(
-                top_k=self.top_k,
-                logits_TE=logits_TE,
-                scores_TE=scores_TE,
-                ranking_TE=ranking_TE,
-                thresholds_E=thresholds_E,
-                is_training=self.training,
-                tokens=token_positions,
-                best=self._best_experts,
-                largest=self._largest,
-            )
+        inputs = ChoiceInputs(
+            top_k=self.top_k,
+            logits_TE=logits_TE,
+            scores_TE=scores_TE,
+            ranking_TE=ranking_TE,
+            thresholds_E=thresholds_E,
+            noise_TN=noise_TN,
+            is_training=self.training,
+            tokens=token_positions,
+            best=self._best_experts,
+            largest=self._largest,
         )
+        return self._router_part.select(inputs, self._choice)
 
     def _largest(self, values_TE: Tensor) -> Tensor:
         return topk_experts(values_TE, self.top_k)
@@ -340,8 +342,7 @@ def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     if not choice.scores_decide:
         return f"moe.choice={choice.kind!r}"
     if score.fused_options() is None:
-        key = RouterSoftmaxPart.key if score.chooses else RouterScorePart.key
-        return f"{key}={attrgetter(key.removeprefix('model.'))(model).kind!r}"
+        return f"{score.weighting.key}={score.weighting.kind!r}"
     if moe.router_dtype != "float32":
         return f"moe.router_dtype={moe.router_dtype!r}"
     if moe.trace_every or moe.replay:

@@ -26,7 +26,7 @@ from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
 
 if TYPE_CHECKING:
-    from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
+    from moefold.ops.cpu.swiglu import CSwiGLU
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return SelectedKernels()
     check_kernel_device(cfg.run, device.type)
     if device.type == "cpu" and cfg.run.kernels in ("auto", "c"):
-        return _cpu_kernels(cfg)
+        return _cpu_kernels(cfg.run, cfg.model)
     if cfg.run.kernels == "auto" and device.type != "cuda":
         return SelectedKernels()
     reason = triton_unsupported_reason(cfg.run, device.type)
@@ -121,101 +121,108 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         stage.head.cross_entropy_ops = kernels.cross_entropy_ops
 
 
-def _cpu_kernels(cfg: Config) -> SelectedKernels:
+def _cpu_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
     """Select the C kernels that are fast on this CPU, if there is a compiler; float64 and non-SwiGLU use torch."""
-    if cfg.run.dtype == "float64":
+    if run.dtype == "float64":
         return SelectedKernels()
-    from moefold.ops.cpu.attention import CAttention
-    from moefold.ops.cpu.build import CompilerError, build_libraries
-    from moefold.ops.cpu.decode import CDecode
-    from moefold.ops.cpu.draw import CDraw
-    from moefold.ops.cpu.gemm import CGemm
-    from moefold.ops.cpu.norm import CNorm
-    from moefold.ops.cpu.paged_attention import CPagedAttention
-    from moefold.ops.cpu.permute import CPermuteOps
-    from moefold.ops.cpu.rope import CRope
-    from moefold.ops.cpu.router import CSoftmax
-    from moefold.ops.cpu.swiglu import CSwiGLU
+    from moefold.ops.cpu.build import CompilerError
 
-    has_linear = cfg.model.has_linear_attention
-    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
     try:
-        build_libraries(*names)
-        linear_attention, convolution = _linear_attention_in_c() if has_linear else (None, None)
-        gemm = CGemm()
-        activation = CSwiGLU()
-        norm = CNorm()
-        softmax = CSoftmax()
-        draw = CDraw()
-        rope = CRope()
-        attention = CAttention()
-        paged_attention = CPagedAttention(attention)
-        permute_ops = CPermuteOps()
-        expert_ops = SequentialExpertOps(gemm)
-        linear_backend = UnquantizedLinear(gemm)
-        # "c" asks for one order of sums, also where another is faster on this processor.
-        uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
-        gemms = (gemm, expert_ops, linear_backend) if uses_gemm else (TORCH_GEMM, TORCH_EXPERT_OPS, None)
-        decode = CDecode([activation, norm, softmax, rope, paged_attention, permute_ops, *gemms])
+        kernels = _c_kernels(run, model)
     except CompilerError as error:
-        if cfg.run.kernels == "c":
+        if run.kernels == "c":
             raise ConfigError(
                 f"{Setting('run.kernels', 'c')} cannot run: {error}; install gcc, or set {Setting('run.kernels')} to "
                 "'auto' or 'plain'"
             ) from None
         return SelectedKernels(message=f"{Setting('run.kernels', 'auto')}: plain, as {error}")
-    uses_attention = attention.is_fast or cfg.run.kernels == "c"
-    has_swiglu = cfg.model.ffn.moe.activation.is_swiglu
-    return SelectedKernels(
-        expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
-        permute_ops=permute_ops,
-        linear_backend=linear_backend if uses_gemm else None,
-        router_softmax=softmax,
-        rope=rope,
-        message=_c_message(cfg.run, cfg.model, uses_gemm=uses_gemm, uses_attention=uses_attention),
-        expert_activation=activation if has_swiglu else None,
-        attention=attention if uses_attention else None,
-        linear_attention=linear_attention,
-        convolution=convolution,
-        paged_attention=paged_attention if uses_attention else None,
-        decode=decode if uses_attention else None,
-        # With the GEMMs of training, sampling has the same bits. Otherwise the bits differ anyway, and time decides.
-        decode_choice=None if uses_gemm or cfg.run.deterministic else DecodeChoice(),
-        gemm=gemm if uses_gemm else TORCH_GEMM,
-        norm=norm,
-        draw=draw,
-    )
+    return replace(kernels, message=_c_message(run, model, kernels))
 
 
-def _c_message(run: RunConfig, model: ModelConfig, *, uses_gemm: bool, uses_attention: bool) -> str:
-    """Return the log message about the parts of a layer that C kernels compute."""
-    has_swiglu = model.ffn.moe.activation.is_swiglu
-    parts = {
-        "GEMMs": uses_gemm,
-        "expert activation": has_swiglu,
-        "norms": True,
-        "RoPE": True,
-        "causal attention": uses_attention,
-        "linear attention": model.has_linear_attention,
-        "whole layers of decoding": uses_attention and uses_gemm,
-        "whole layers of decoding where they are faster": uses_attention and not uses_gemm,
-    }
-    message = f"{Setting('run.kernels', run.kernels)}: {', '.join(part for part in parts if parts[part])} in C"
-    return message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU"
-
-
-def _linear_attention_in_c() -> "tuple[ChunkKernel, ConvolutionKernel]":
-    """Return the kernels of linear attention, which only a model that has it imports.
+def _c_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
+    """Return the C kernels of all parts of a layer.
 
     Raises:
         CompilerError: this machine cannot compile them.
     """
     from moefold.ops.cpu.build import build_libraries
+    from moefold.ops.cpu.draw import CDraw
+    from moefold.ops.cpu.norm import CNorm
+    from moefold.ops.cpu.permute import CPermuteOps
+    from moefold.ops.cpu.rope import CRope
+    from moefold.ops.cpu.router import CSoftmax
+    from moefold.ops.cpu.swiglu import CSwiGLU
+
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
+    build_libraries(*names)
+    kernels = SelectedKernels(
+        permute_ops=CPermuteOps(), router_softmax=CSoftmax(), rope=CRope(), norm=CNorm(), draw=CDraw()
+    )
+    kernels = _with_c_gemms(kernels, run)
+    activation = CSwiGLU()
+    kernels = _with_c_attention(kernels, run, activation)
+    if model.ffn.moe.activation.is_swiglu:
+        kernels = replace(kernels, expert_activation=activation)
+    return _with_c_linear_attention(kernels) if model.has_linear_attention else kernels
+
+
+def _with_c_gemms(kernels: SelectedKernels, run: RunConfig) -> SelectedKernels:
+    """Set the GEMMs of layers and experts."""
+    from moefold.ops.cpu.gemm import CGemm
+
+    gemm = CGemm()
+    # "c" asks for one order of sums, also where another is faster on this processor.
+    if not gemm.is_fast(getattr(torch, run.dtype)) and run.kernels != "c":
+        return kernels
+    return replace(kernels, gemm=gemm, expert_ops=SequentialExpertOps(gemm), linear_backend=UnquantizedLinear(gemm))
+
+
+def _with_c_attention(kernels: SelectedKernels, run: RunConfig, activation: "CSwiGLU") -> SelectedKernels:
+    """Set attention and whole layers of decoding, which compute with the other kernels and this activation."""
+    from moefold.ops.cpu.attention import CAttention
+    from moefold.ops.cpu.decode import CDecode
+    from moefold.ops.cpu.paged_attention import CPagedAttention
+
+    attention = CAttention()
+    has_gemm = kernels.gemm is not TORCH_GEMM
+    # With the GEMMs of training, sampling has the same bits. Otherwise the bits differ anyway, and time decides.
+    kernels = replace(kernels, decode_choice=None if has_gemm or run.deterministic else DecodeChoice())
+    if not attention.is_fast and run.kernels != "c":
+        return kernels
+    paged_attention = CPagedAttention(attention)
+    others = kernels.norm, kernels.router_softmax, kernels.rope, kernels.permute_ops
+    gemms = kernels.gemm, kernels.expert_ops, kernels.linear_backend
+    decode = CDecode([activation, paged_attention, *others, *gemms])
+    return replace(kernels, attention=attention, paged_attention=paged_attention, decode=decode)
+
+
+def _with_c_linear_attention(kernels: SelectedKernels) -> SelectedKernels:
+    """Set the kernels of linear attention, which only a model that has it imports."""
+    from moefold.ops.cpu.build import build_libraries
     from moefold.ops.cpu.convolution import CConvolution
     from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
 
     build_libraries(*LIBRARIES, "convolution")
-    return CLinearAttention(), CConvolution()
+    return replace(kernels, linear_attention=CLinearAttention(), convolution=CConvolution())
+
+
+def _c_message(run: RunConfig, model: ModelConfig, kernels: SelectedKernels) -> str:
+    """Return the log message about the parts of a layer that C kernels compute."""
+    has_swiglu = kernels.expert_activation is not None
+    has_attention = kernels.attention is not None
+    has_gemm = kernels.gemm is not TORCH_GEMM
+    parts = {
+        "GEMMs": has_gemm,
+        "expert activation": has_swiglu,
+        "norms": True,
+        "RoPE": True,
+        "causal attention": has_attention,
+        "linear attention": model.has_linear_attention,
+        "whole layers of decoding": has_attention and has_gemm,
+        "whole layers of decoding where they are faster": has_attention and not has_gemm,
+    }
+    message = f"{Setting('run.kernels', run.kernels)}: {', '.join(part for part in parts if parts[part])} in C"
+    return message if has_swiglu else f"{message}; plain expert activation, as it is not SwiGLU"
 
 
 def uses_c_kernels(kernels: Kernels) -> bool:

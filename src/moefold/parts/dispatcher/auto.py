@@ -15,5 +15,4 @@ class AutoDispatcherPart(DispatcherPart):
 
     keeps_sum_order: ClassVar[bool] = True
     has_shared_buffers: ClassVar[bool] = True
-    prefers: ClassVar[str] = "deepep"
-    falls_back_to: ClassVar[str] = "alltoall"
+    resolves_to: ClassVar[tuple[str, str] | None] = ("deepep", "alltoall")

@@ -4,9 +4,12 @@ Every method caches its results by the few integers it depends on, so that a sea
 attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from moefold.config.groups.dispatcher import SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
@@ -28,15 +31,32 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 
-KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
+
+class Launches(NamedTuple):
+    """Kernels that the host launches for a part of a layer."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def plus(self, other: "Launches", times: float = 1) -> "Launches":
+        """Return the sum with so many times the launches of another part."""
+        return Launches(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+KERNEL_COUNTS = {
+    "mixer": Launches(16, 26),
+    "dense": Launches(8, 14),
+    "moe": Launches(44, 66),
+    "shared_experts": Launches(6, 10),
+}
 """Kernels of a part of a Megatron-like layer, forward and backward: norm, cast, GEMM and element-wise passes.
 Source: counts of a profile (arXiv:2603.07685 sec. on CUDA graphs)."""
 
-TRACED_KERNEL_COUNTS = {"mixer": (13, 20), "dense": (8, 14), "moe": (36, 55), "shared_experts": (6, 10)}
+TRACED_KERNEL_COUNTS = KERNEL_COUNTS | {"mixer": Launches(13, 20), "moe": Launches(36, 55)}
 """Kernels of a part of moefold's layer: grouped GEMMs and Triton kernels compute all experts at once. Source:
 tests/gpu_static/traces.json, 91 of an MoE layer with all-to-all on 8 ranks, 124 with attention."""
 
-DROP_KERNELS = (20, 34)
+DROP_KERNELS = Launches(20, 34)
 """Further kernels of moefold's layers that drop tokens. Source: the same traces."""
 
 FULL_SPEED_HEAD_SIZE = 128
@@ -70,9 +90,9 @@ UNFUSED_CLAMP_FACTOR = 4.314
 """Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026. Source: fit,
 prior 2, on GPT-OSS-120B on 64 B200, with 8,213 tokens/s in the container 25.11 and 13,722 in the next one."""
 
-EXPERT_KERNELS = (2, 4)
+EXPERT_KERNELS = Launches(2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
-CAST_KERNELS = (2, 3)
+CAST_KERNELS = Launches(2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
 EXPERT_LAUNCH_SHARE = 0.2172
@@ -173,8 +193,7 @@ class BlockTime:
     backward: tuple[CostItem, ...] = ()
     wgrad_s: float = 0.0
     """Part of the backward pass: weight gradients. No other rank waits for them."""
-    kernels: tuple[float, float] = (0.0, 0.0)
-    """Launches, forward and backward."""
+    kernels: Launches = Launches()
     host_syncs: float = 0.0
     """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
@@ -190,6 +209,15 @@ class BlockTime:
     def backward_cost(self) -> DirectionCost:
         """Sums of `backward`."""
         return _sum_direction(self.backward)
+
+
+def stack_blocks(blocks: Sequence[BlockTime], places: Sequence[int]) -> BlockTime:
+    """Return the blocks at some places as one whose sums are arrays, [places]; it cannot be recomputed."""
+    rows: Any = np.array([(*b.forward_cost, *b.backward_cost, *b.kernels, b.host_syncs) for b in blocks])[places].T
+    forward, backward = (
+        tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
+    )
+    return BlockTime(forward, backward, kernels=(rows[6], rows[7]), host_syncs=rows[8])
 
 
 def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
@@ -267,8 +295,8 @@ class _BlockCost:
         """Norm and residual move 5 hidden widths."""
         self.norm_again = ("norms", 2 * stream_s)
 
-    def kernel_counts(self, block: str) -> tuple[float, float]:
-        """Return the launches of a block, forward and backward: of a Megatron-like layer, or traced in moefold's."""
+    def kernel_counts(self, block: str) -> Launches:
+        """Return the launches of a block: of a Megatron-like layer, or traced in moefold's."""
         return (KERNEL_COUNTS if self.workload.is_megatron else TRACED_KERNEL_COUNTS)[block]
 
 
@@ -332,8 +360,9 @@ class _MixerCost(_BlockCost):
             # The indexer has no gradient of its input.
             forward_s, _, weights_s = gemm.linear_s(self.local_tokens, self.hidden, mixer.index_params // self.hidden)
             times.append((forward_s, 0.0, weights_s))
-        casts = self.tokens * (depth + out), self.tokens * (width + self.hidden / self.tp)
-        return sum_times(*times, (gemm.quantize_s(casts[0]), gemm.quantize_s(casts[1]), 0.0))
+        cast_s = gemm.quantize_s(self.tokens * (depth + out))
+        cast_back_s = gemm.quantize_s(self.tokens * (width + self.hidden / self.tp))
+        return sum_times(*times, (cast_s, cast_back_s, 0.0))
 
     def _core_s(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
@@ -372,7 +401,7 @@ class _MixerCost(_BlockCost):
         forward_s, backward_s = self._attention_s(selected, selected)
         scores = core.index_flops * keys * self.local_tokens
         head = (core.key_width + core.value_width) / 2
-        scores_s = attention_core_s(self.device, self.workload.dtype, scores, keys, head)[0]
+        scores_s, _ = attention_core_s(self.device, self.workload.dtype, scores, keys, head)
         heads = max(1.0, core.kv_heads / self.tp)
         # Copies of the selected keys and values in float32 are written and read; their gradients are also added.
         copies_s = self.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
@@ -496,11 +525,11 @@ def swiglu_mlp_s(
     if not fuses:
         casts = num_tokens * (hidden + width), num_tokens * (hidden + inner)
         moved = num_tokens * (inner + width), num_tokens * (2 * inner + width)
-        rest_s = [
+        rest_s, rest_back_s = (
             gemm.quantize_s(cast) + activation_passes * gemm.memory_bound_s(numbers * gemm.value_bytes)
             for cast, numbers in zip(casts, moved, strict=True)
-        ]
-        times.append((rest_s[0], rest_s[1], 0.0))
+        )
+        times.append((rest_s, rest_back_s, 0.0))
     return sum_times(*times)
 
 
@@ -560,13 +589,12 @@ class _MoECost(_BlockCost):
         recompute = [self.norm_again, ("expert_activation", self._activation_again_s())]
         if self.part.shared_width:
             width = max(1, self.part.shared_width // self.tp)
-            times = swiglu_mlp_s(gemm, self.tokens, self.hidden, width, self.num_matrices)
-            shared = [self.gather, CostItem("shared_experts", times[0]), self.gather]
+            shared_s, shared_back_s, wgrad_s = swiglu_mlp_s(gemm, self.tokens, self.hidden, width, self.num_matrices)
+            shared = [self.gather, CostItem("shared_experts", shared_s), self.gather]
             forward += shared
-            backward += [self.gather, CostItem("shared_experts", times[1] + times[2]), self.gather]
-            weights_s += times[2]
-            own = self.kernel_counts("shared_experts")
-            kernels = kernels[0] + own[0], kernels[1] + own[1]
+            backward += [self.gather, CostItem("shared_experts", shared_back_s + wgrad_s), self.gather]
+            weights_s += wgrad_s
+            kernels = kernels.plus(self.kernel_counts("shared_experts"))
             recompute.append(("shared_experts", sum(work.seconds for work in shared)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
         syncs = 0.0 if self.workload.capacity_factor else 1.0
@@ -586,23 +614,18 @@ class _MoECost(_BlockCost):
         inner = (self.num_matrices - 1) * self.width
         return seconds + gemm.matmul_s(self.expert_tokens, inner, self.expert_hidden_size, groups=self.local_experts)
 
-    def _kernel_counts(self) -> tuple[float, float]:
-        """Return the kernel launches of the block, forward and backward.
+    def _kernel_counts(self) -> Launches:
+        """Return the kernel launches of the block.
 
         moefold and fused experts have one kernel for all experts; other software has kernels for each expert.
         """
-        forward, backward = self.kernel_counts("moe")
+        kernels = self.kernel_counts("moe")
         if self.fuses_experts:
-            return forward / 2, backward / 2
+            return Launches(kernels.forward / 2, kernels.backward / 2)
         if not self.workload.is_megatron:
-            drops = self.workload.capacity_factor > 0
-            return forward + drops * DROP_KERNELS[0], backward + drops * DROP_KERNELS[1]
-        casts = self.gemm.quantize_bytes > 0
-        share = EXPERT_LAUNCH_SHARE * self.local_experts
-        return (
-            forward + share * (EXPERT_KERNELS[0] + casts * CAST_KERNELS[0]),
-            backward + share * (EXPERT_KERNELS[1] + casts * CAST_KERNELS[1]),
-        )
+            return kernels.plus(DROP_KERNELS) if self.workload.capacity_factor > 0 else kernels
+        of_expert = EXPERT_KERNELS.plus(CAST_KERNELS) if self.gemm.quantize_bytes > 0 else EXPERT_KERNELS
+        return kernels.plus(of_expert, EXPERT_LAUNCH_SHARE * self.local_experts)
 
     def _router_s(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.

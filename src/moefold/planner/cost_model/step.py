@@ -18,7 +18,7 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.recompute_parts import recompute_parts
+from moefold.cost.recompute_parts import containing_part, recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
@@ -154,7 +154,7 @@ class CostModel:
         self.data_parallel = DataParallelCostModel(
             model_spec, device, workload, self.layer_costs.gemm, self.rank_contents
         )
-        self._kind_counts = [model_spec.layers.count(kind) for kind in range(len(model_spec.kinds))]
+        self.kind_counts = [model_spec.layers.count(kind) for kind in range(len(model_spec.kinds))]
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -214,7 +214,7 @@ class CostModel:
             strategies: the strategies; None: nothing is recomputed or offloaded, which is a lower bound.
         """
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        kinds = range(len(self._kind_counts))
+        kinds = range(len(self.kind_counts))
         if strategies is None:
             layers = np.array([self.plain_layer_s(kind, mapping) for kind in kinds])[:, :, None]
         else:
@@ -261,7 +261,7 @@ class CostModel:
         Without strategies it is a number, and nothing is recomputed or offloaded; else [strategies].
         """
         total: Any = sum(self.head_and_loss_s(mapping))
-        for kind, count in enumerate(self._kind_counts):
+        for kind, count in enumerate(self.kind_counts):
             if strategies is None:
                 total += count * sum(self.plain_layer_s(kind, mapping))
             else:
@@ -283,7 +283,7 @@ class CostModel:
         ]
         # Padding: contents that no rank has.
         most = max(map(len, found))
-        counts = np.zeros((len(found), most, len(self._kind_counts) + 1))
+        counts = np.zeros((len(found), most, len(self.kind_counts) + 1))
         shares = np.zeros((len(found), 1, most))
         for i, contents in enumerate(found):
             counts[i, : len(contents)] = list(contents)
@@ -304,8 +304,8 @@ class CostModel:
         """
         strategies = strategies or MemoryStrategies((memory_strategy(mapping),))
         mixer, feed_forward = blocks = self.blocks(kind, mapping)
-        forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
-        backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
+        forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping.overlap)
+        backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping.overlap)
         seconds: dict[str, Any] = dict.fromkeys(TIME_CATEGORIES, 0.0)
         for item in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
             seconds[item.part] += item.seconds
@@ -358,9 +358,18 @@ class CostModel:
     @memoised(_layer_key)
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        mixer, feed_forward = blocks = self.blocks(kind, mapping)
-        forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping))
-        backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping))
+        return self.plain_s(self.blocks(kind, mapping), overlap=mapping.overlap)
+
+    def plain_s(self, blocks: tuple[BlockTime, BlockTime], *, overlap: bool) -> tuple[Any, Any]:
+        """Return the seconds of layers with a token mixer and a feed-forward network, forward and backward.
+
+        Args:
+            blocks: the two blocks, also of many layers as arrays.
+            overlap: whether the all-to-all overlaps with another micro-batch.
+        """
+        mixer, feed_forward = blocks
+        forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, overlap))
+        backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, overlap))
         launch_s = self._launch_gaps_s(blocks, (forward_s, backward_s))
         return forward_s + launch_s[0], backward_s + launch_s[1]
 
@@ -368,10 +377,10 @@ class CostModel:
     def _exposed_tp_fraction(self) -> float:
         return 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
 
-    def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> tuple[float, float]:
+    def _exposed_direction_s(self, cost: DirectionCost, overlap: bool) -> tuple[Any, Any]:
         """Return the seconds of one direction through a layer, all but the all-to-all and its exposed seconds."""
         compute = cost.compute_s + cost.tp_s * self._exposed_tp_fraction
-        hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
+        hidden = np.minimum(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if overlap else 0.0
         return compute, cost.all_to_all_s - hidden
 
     def exposed_offload_s(self, offloaded_bytes: Any, busy_s: Any) -> Any:
@@ -481,11 +490,10 @@ def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds
 @lru_cache(maxsize=256)
 def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
     """Return for each part whether each set recomputes it, 1 or 0; 0 too if a larger part of the set contains it."""
-    found = {}
-    for part in recompute_parts():
-        larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
-        found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
-    return found
+    return {
+        part: np.array([float(part in parts and not containing_part(part, parts)) for parts in sets])
+        for part in recompute_parts()
+    }
 
 
 def _bubbles(

@@ -1,7 +1,6 @@
 """Workload of a step, whatever its mapping: the batch, precision, routing and software.
 
-It also has the load imbalance of recorded routing, and pipeline bubbles in closed form, by schedule; the simulator
-executes the same schedules.
+It also has the load imbalance of recorded routing.
 """
 
 from dataclasses import dataclass, field

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -122,8 +121,12 @@ class ActivationMemoryTable:
         return found
 
     def _samples(self, mapping: ParallelMapping) -> float:
-        """Return the bytes of a mapping over the bytes of the tables: of one sample over `_table_cp` ranks."""
-        return mapping.mbs * self._table_cp(mapping) / mapping.cp
+        """Return the bytes of a mapping over bytes of the tables, of `_table_mbs` samples over `_table_cp` ranks."""
+        return mapping.mbs * self._table_cp(mapping) / (self._table_mbs(mapping) * mapping.cp)
+
+    def _table_mbs(self, mapping: ParallelMapping) -> int:
+        """Return the samples of the tables: 1, or all where a block of selected keys is of one of them."""
+        return mapping.mbs if self.model_spec.config.selected_keys else 1
 
     def _table_cp(self, mapping: ParallelMapping) -> int:
         return min(mapping.cp, self._max_cp)
@@ -144,7 +147,7 @@ class ActivationMemoryTable:
 
     @memoised(lambda self, m, strategies: (self.cache_key(m), strategies))
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
-        """Return the totals and the offloaded bytes of one sample over `_table_cp` ranks: both follow the tokens."""
+        """Return the totals and the offloaded bytes of `_table_mbs` samples over `_table_cp` ranks."""
         columns = self.columns
         bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
         which = strategies.recompute_set_indices
@@ -156,13 +159,14 @@ class ActivationMemoryTable:
         return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
+        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them."""
         dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
         ep = mapping.ep if has_ep else min(mapping.ep, 2)
         imbalance = min(self.workload.max_over_mean(mapping.ep), mapping.ep)
-        return (mapping.tp, self._table_cp(mapping), mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
+        size = self._table_cp(mapping), self._table_mbs(mapping)
+        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
 
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
@@ -195,7 +199,7 @@ class ActivationMemoryTable:
 
     @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
     def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> tuple[ByteTable, ByteTable]:
-        """Return the bytes of one sample over `_table_cp` ranks, and nothing offloaded.
+        """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, and nothing offloaded.
 
         Returns:
             The sums over parts, [columns].
@@ -205,15 +209,16 @@ class ActivationMemoryTable:
         return table.sum(axis=0), table[:, self.columns.layer_slice("saved")]
 
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
-        """Return the bytes of one sample over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
-        formula = self._formula(replace(mapping, cp=self._table_cp(mapping), mbs=1), recompute)
+        """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
+        sized = replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping))
+        formula = self._formula(sized, recompute)
         return activation_table(
             formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
         )
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""
-        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp, self._table_cp(m))
+        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp, self._table_cp(m), self._table_mbs(m))
         return (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
 
     @memoised(_layer_key)
@@ -252,11 +257,3 @@ def has_own_memory(dispatcher: DispatcherPart) -> bool:
 def _like_in_memory(dispatcher: DispatcherPart) -> DispatcherPart:
     """Return the dispatcher whose activations a dispatcher has: itself, or the default one."""
     return dispatcher if has_own_memory(dispatcher) else default_part(DispatcherPart)
-
-
-def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:
-    """Return the routed tokens that the experts of one of `ep` ranks receive, for each of its tokens."""
-    if part.routed is None:
-        return 0.0
-    factor = workload.capacity_factor
-    return part.routed.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)

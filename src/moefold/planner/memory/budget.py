@@ -18,12 +18,7 @@ from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnap
 from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.activations import (
-    ActivationMemoryTable,
-    MemoryStrategies,
-    minimal_config,
-    routed_tokens_per_token,
-)
+from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, minimal_config
 from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stage_splitter import RecipeStageSplitter, StageSplitter, placed_ranks, stages_by_rank
@@ -32,10 +27,6 @@ from moefold.units import GIB
 
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""
-EXPERT_BACKWARD_BUFFERS = 4
-"""Buffers of [routed tokens, FFN width] in the backward pass of the experts, in addition to saved or recomputed
-tensors:
-the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 REPORTED_ACTIVATIONS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
 """Parts of the activations that are reported separately; the others are "activations"."""
 MEMORY_PARTS = (*STATE_PARTS, "activations", *REPORTED_ACTIVATIONS.values(), "workspace")
@@ -89,34 +80,23 @@ class MemoryModel:
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def workspace(self, mapping: ParallelMapping) -> float:
-        """Return the bytes of `OVERHEAD_GIB` and of the temporary buffers of one layer's backward pass."""
-        return self._overhead_bytes + (self._backward_bytes(mapping) if mapping.world_size > 1 else 0.0)
+        """Return the bytes of `OVERHEAD_GIB`, and of one module's full gradients."""
+        return self._overhead_bytes + (self._gradient_bytes(mapping) if mapping.world_size > 1 else 0.0)
 
-    @memoised(lambda self, m: (m.tp, m.cp, m.mbs, m.ep, m.etp))
-    def _backward_bytes(self, mapping: ParallelMapping) -> float:
-        """Return the bytes of the largest FSDP2 module: its full gradients, and the buffers to compute or reduce them.
+    @memoised(lambda self, m: (m.tp, m.ep * m.etp))
+    def _gradient_bytes(self, mapping: ParallelMapping) -> float:
+        """Return the bytes of the full gradients of the largest FSDP2 module, and of the buffer to reduce them.
 
-        Experts need `EXPERT_BACKWARD_BUFFERS` of their FFN width for each routed token (`GroupedExpertOps.backward`; on
-        a CPU these are computed in place). FSDP2 copies the gradients into one buffer of the reduced type
-        (`foreach_reduce`), whatever is sharded. Megatron-Core adds and reduces gradients in place, and its published
-        rows had headroom.
+        FSDP2 copies the gradients into one buffer of the reduced type (`foreach_reduce`), whatever is sharded.
+        Megatron-Core adds and reduces gradients in place, and its published rows had headroom. The temporary tensors
+        that compute the gradients are activations.
         """
         w = self.workload
-        found = 0.0
         if w.is_megatron:
             return 0.0
-        tokens = mapping.mbs * w.seq_len / (mapping.cp * mapping.tp)
-        working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
-        for layer in self.model_spec.kinds:
-            dense, experts = layer_parameters(layer)
-            width = layer.ffn.routed.intermediate_size if layer.ffn.routed else 0
-            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w, mapping.ep) * width
-            for size, work in (
-                (dense / mapping.tp, 0.0),
-                (experts / (mapping.ep * mapping.etp), hidden_values * working),
-            ):
-                found = max(found, size * w.value_bytes + max(size * max(w.reduce_bytes, w.value_bytes), work))
-        return found
+        sizes = [layer_parameters(layer) for layer in self.model_spec.kinds]
+        largest = max(max(dense / mapping.tp, experts / (mapping.ep * mapping.etp)) for dense, experts in sizes)
+        return largest * (w.value_bytes + max(w.reduce_bytes, w.value_bytes))
 
     def estimate(self, mapping: ParallelMapping) -> MemoryEstimate:
         """Return the bytes of the fullest rank, by part."""
@@ -126,7 +106,9 @@ class MemoryModel:
         # During the update there are no activations, and offloaded moments are prefetched.
         activations = snapshots.activations @ saved.sum(axis=0)
         prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
-        at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
+        totals = snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)
+        # Where the update is the peak, the activations of the fullest snapshot before it are reported.
+        at = int(np.lexsort((activations, totals))[-1])
         parts = dict.fromkeys(MEMORY_PARTS, 0.0)
         parts |= dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         for part, size in zip(PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True):

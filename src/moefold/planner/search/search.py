@@ -13,7 +13,7 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -26,7 +26,8 @@ import numpy as np
 from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.cost.memoised import memoised
+from moefold.cost.memoised import all_arguments, memoised
+from moefold.planner.cost_model.layer import stack_blocks
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
@@ -107,8 +108,27 @@ class _Node(NamedTuple):
     fold: Fold
     mbs_index: int = -1
     """Index of the micro-batch size in the view; -1: none is chosen yet."""
-    is_bounded: bool = False
+    passes_s: float = -1.0
+    """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
+    has_memory: bool = False
     """True if the bound takes memory into account."""
+
+
+class _Distinct:
+    """Distinct mappings of many choices, by what a block of a layer depends on."""
+
+    def __init__(self) -> None:
+        self.mappings: list[ParallelMapping] = []
+        self.places: list[int] = []
+        """Index into `mappings` of each choice."""
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def add(self, key: tuple[object, ...], choice: MicroBatchChoice) -> None:
+        """Add a choice."""
+        place = self._known.setdefault(key, len(self.mappings))
+        if place == len(self.mappings):
+            self.mappings.append(choice.mapping())
+        self.places.append(place)
 
 
 class _TargetResults:
@@ -144,12 +164,15 @@ class Search:
         self.gap = 0.0
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
+        self._layer_bounds: dict[tuple[int, ...], float] = {}
+        """Results of `_add_layer_bounds`, by `_layers_key`."""
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each target that fit, best first, each of another fold."""
         found = [_TargetResults(target) for target in targets]
         folds = self.space.folds if self.memory.any_fits else ()
-        queue = [_Node(self._fold_bound_s(fold, view), i, view, fold) for i, (fold, view) in enumerate(folds)]
+        bounds = self._fold_bounds_s(folds)
+        queue = [_Node(bound, i, view, fold) for i, (bound, (fold, view)) in enumerate(zip(bounds, folds, strict=True))]
         heapify(queue)
         for number_of_pass in count():
             queue = sorted(self._search_pass(queue, [results for results in found if not results.best]))
@@ -170,10 +193,10 @@ class Search:
             own = [results for results in found if bound < results.limit_s and results.accepts(node.fold)]
             if not own:
                 continue
-            if node.is_bounded:
+            if node.has_memory:
                 self._price_node(node, own)
                 continue
-            if node.mbs_index >= 0:
+            if node.mbs_index >= 0 and node.passes_s < 0:
                 taken[node.fold.pp] += 1
                 if taken[node.fold.pp] > BEAM:
                     skipped.append(node)
@@ -198,8 +221,8 @@ class Search:
         for fold, view in self.space.folds:
             if not accepts(fold):
                 continue
-            bounds = (self._size_bound_s(fold, *sizes) for sizes in view.pipelines_by_mbs)
-            for bound, mbs_index in sorted(zip(bounds, count())):
+            self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
+            for bound, mbs_index in sorted(zip(self._size_bounds_s(fold, view), count())):
                 if bound < found.best.get(fold, (limit_s,))[0]:
                     self._price_node(_Node(bound, 0, view, fold, mbs_index), [found], is_beam=is_beam)
         return [self.price(m) for m in found.mappings()]
@@ -212,14 +235,19 @@ class Search:
         """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
         sizes = node.view.pipelines_by_mbs
         if node.mbs_index < 0:
-            for mbs_index, (size, pipelines) in enumerate(sizes):
-                bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
-                yield node._replace(bound_s=bound, mbs_index=mbs_index)
+            self._add_layer_bounds((node.fold, size) for size, _ in sizes)
+            for mbs_index, bound in enumerate(self._size_bounds_s(node.fold, node.view)):
+                yield node._replace(bound_s=max(node.bound_s, bound), mbs_index=mbs_index)
+            return
+        zeros = {zero for results in own for zero in results.target.zero_stages}
+        if node.passes_s < 0:
+            passes_s, bound = self._step_bound_s(node.fold, *sizes[node.mbs_index], zeros)
+            refined = node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)
         else:
-            zeros = {zero for results in own for zero in results.target.zero_stages}
-            bound = self._fitting_bound_s(node.fold, *sizes[node.mbs_index], zeros)
-            if bound < max(results.limit_s for results in own):
-                yield node._replace(bound_s=max(node.bound_s, bound), is_bounded=True)
+            bound = node.passes_s + self._least_recompute_s(node.fold, *sizes[node.mbs_index], zeros) + STEP_OVERHEAD_S
+            refined = node._replace(bound_s=max(node.bound_s, bound), has_memory=True)
+        if bound < max(results.limit_s for results in own):
+            yield refined
 
     def _price_node(self, node: "_Node", own: Sequence["_TargetResults"], *, is_beam: bool = True) -> None:
         """Add the best mappings of a fold and a micro-batch size that fit to targets."""
@@ -234,51 +262,118 @@ class Search:
             if timed is not None:
                 results.add(node.fold, timed)
 
-    def _passes_on_rank(self, degrees: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
-        """Return a lower bound of a pipeline rank's time, in passes through the whole model.
+    @memoised(all_arguments)
+    def _passes_on_rank(self, view: AttentionView) -> list[float]:
+        """Return a lower bound of a pipeline rank's time with each micro-batch size, in passes through the whole model.
 
         A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
         """
-        pp = degrees.pp
-        n = self._global_batch_size // (mbs * degrees.dp)
-        return (n + (pp - 1) / (3 * max(p.vpp for p in pipelines)) if pp > 1 else n) / pp
+        found = []
+        for mbs, pipelines in view.pipelines_by_mbs:
+            n = self._global_batch_size // (mbs * view.dp)
+            most = max(pipeline.vpp for pipeline in pipelines)
+            found.append((n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp)
+        return found
 
-    def _fold_bound_s(self, fold: Fold, view: AttentionView) -> float:
-        """Return a lower bound of a step's seconds with the degrees of a fold."""
+    def _fold_bounds_s(self, folds: Sequence[tuple[Fold, AttentionView]]) -> list[float]:
+        """Return a lower bound of a step's seconds with the degrees of each fold."""
         # Kernels of the largest micro-batches are the most efficient.
-        largest = view.pipelines_by_mbs[-1][0]
-        least_s = self._layers_bound_s(fold, largest) / largest
-        return min(self._passes_on_rank(fold, *sizes) * sizes[0] * least_s for sizes in view.pipelines_by_mbs)
+        largest = {view: view.pipelines_by_mbs[-1][0] for _, view in folds}
+        samples = {
+            view: min(passes * size for passes, (size, _) in zip(self._passes_on_rank(view), view.pipelines_by_mbs))
+            for view in largest
+        }
+        self._add_layer_bounds((fold, largest[view]) for fold, view in folds)
+        return [
+            samples[view] * (self._layer_bounds[self._layers_key(fold, largest[view])] / largest[view])
+            for fold, view in folds
+        ]
 
-    def _size_bound_s(self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
-        """Return a lower bound of a step's seconds with the degrees of a fold and a micro-batch size."""
-        return self._passes_on_rank(fold, mbs, pipelines) * self._layers_bound_s(fold, mbs)
+    def _size_bounds_s(self, fold: Fold, view: AttentionView) -> list[float]:
+        """Return a lower bound of a step's seconds with the degrees of a fold and each micro-batch size."""
+        layers = (self._layer_bounds[self._layers_key(fold, size)] for size, _ in view.pipelines_by_mbs)
+        return [passes * layers_s for passes, layers_s in zip(self._passes_on_rank(view), layers)]
 
     def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
         peers = () if self.cost_model.workload.attention is None else (fold.dp,)
         return (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *peers)
 
-    @memoised(_layers_key)
-    def _layers_bound_s(self, fold: Fold, mbs: int) -> float:
-        """Return a lower bound of the seconds of all layers and the head for one micro-batch, over the dispatchers."""
-        return min((self._least_layers_s(fold, mbs, kind) for kind in self._dispatchers(fold, mbs)), default=inf)
+    def _add_layer_bounds(self, wanted: Iterable[tuple[Fold, int]]) -> None:
+        """Add lower bounds of the seconds of all layers and the head for one micro-batch, over the dispatchers.
+
+        Overlap only hides communication.
+        """
+        bounds = self._layer_bounds
+        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in bounds}
+        choices: list[MicroBatchChoice] = []
+        starts = {}
+        for key, (fold, mbs) in new.items():
+            bounds[key] = inf
+            if dispatchers := self._dispatchers(fold, mbs):
+                starts[key] = len(choices)
+                choices += [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in dispatchers]
+        if starts:
+            least_s = np.minimum.reduceat(self._models_s(choices), list(starts.values()))
+            bounds.update(zip(starts, least_s.tolist(), strict=True))
+
+    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> Seconds:
+        """Return the seconds of all layers, the head and the loss for one micro-batch of each choice."""
+        model = self.cost_model.lower_bounds
+        workload = model.workload
+        mixers, networks = _Distinct(), _Distinct()
+        for choice in choices:
+            f, mbs = choice.fold, choice.mbs
+            peers = () if workload.attention is None else (f.dp, f.ep, f.etp)
+            mixers.add((f.tp, f.cp, mbs, *peers), choice)
+            cp = f.cp if workload.is_coupled else 1
+            networks.add((f.tp, mbs / f.cp, cp, f.ep, f.etp, choice.dispatcher), choice)
+        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers.mappings])[mixers.places]
+        for kind, number in enumerate(model.kind_counts):
+            attention = [model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers.mappings]
+            experts = [model.layer_costs.feed_forward(kind, m) for m in networks.mappings]
+            blocks = stack_blocks(attention, mixers.places), stack_blocks(experts, networks.places)
+            found += number * sum(model.plain_s(blocks, overlap=True))
+        return found
 
     def _least_layers_s(self, fold: Fold, mbs: int, dispatcher: DispatcherPart) -> float:
-        """Return the bound with one dispatcher; overlap only hides communication."""
+        """Return the bound with one dispatcher."""
         return float(self.cost_model.lower_bounds.model_s(MicroBatchChoice(fold, mbs, dispatcher, True).mapping()))
 
-    def _fitting_bound_s(
+    def _step_bound_s(
+        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
+    ) -> tuple[float, float]:
+        """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
+        plain = self._plain_pipelines(fold, pipelines)
+        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), True, plain)
+        passes = self.cost_model.pass_times(choice.mapping(), plain)
+        least_s = inf
+        # Slower passes hide more communication, but never more than they take longer.
+        for place in np.argsort(passes.seconds[:, 0], kind="stable").tolist():
+            if passes.seconds[place, 0] + STEP_OVERHEAD_S >= least_s:
+                break
+            for zero, moments in self.memory.placements:
+                if zero in zeros:
+                    m = replace(choice.mapping(plain[place], zero, moments), overlap=False)
+                    least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
+        return float(passes.seconds.min()), least_s
+
+    @memoised(lambda self, fold, mbs: self._layers_key(fold, mbs))
+    def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
+        """Return the dispatcher with the fastest layers; all are equal after the layers."""
+        dispatchers = self._dispatchers(fold, mbs)
+        return min(dispatchers, key=lambda dispatcher: self._least_layers_s(fold, mbs, dispatcher))
+
+    def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
-        """Return a lower bound of a step's seconds with some ZeRO stages and the memory strategies that may fit."""
+        """Return the least seconds of recomputation in a step with some ZeRO stages that may fit; inf if none may."""
         plain = self._plain_pipelines(fold, pipelines)
-        dispatchers = self._dispatchers(fold, size)
-        fastest = min(dispatchers, key=lambda dispatcher: self._least_layers_s(fold, size, dispatcher))
+        fastest = self._fastest_dispatcher(fold, size)
         choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
         probe = choice.mapping(plain[0])
         choices = [choice]
         is_own = has_own_memory(fastest)
-        for dispatcher in dispatchers:
+        for dispatcher in self._dispatchers(fold, size):
             other = replace(probe, dispatcher=dispatcher)
             # Dispatchers without extra memory save the same tensors, perhaps fewer than the fastest.
             has_own = has_own_memory(dispatcher)
@@ -289,12 +384,11 @@ class Search:
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
             return inf
-        least_s = float(self.cost_model.pass_times(replace(probe, overlap=True), plain).seconds.min())
         # Recomputation takes the same time with all dispatchers, or less with the fastest.
         seconds = self.cost_model.model_s(probe, self.space.strategies)
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
         n = probe.num_micro_batches(self._global_batch_size)
-        return least_s + n / probe.pp * float(extra) + STEP_OVERHEAD_S
+        return n / probe.pp * float(extra)
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""

@@ -193,7 +193,7 @@ class MappingSpace:
             part_of_kind(self._cfg, DispatcherPart, value) if isinstance(value, str) else value: value
             for value in values
         }
-        found = [part for part in parts if not part.prefers and (part.is_searched or len(parts) == 1)]
+        found = [part for part in parts if not part.resolves_to and (part.is_searched or len(parts) == 1)]
         return {part: parts[part] for part in sorted(found, key=lambda part: part.spreads_experts)}
 
     @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))

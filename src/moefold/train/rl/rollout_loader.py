@@ -108,7 +108,7 @@ class RolloutLoader:
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
         self.kl_reference = KLReference(cfg.rl, model, partial(ReferenceModel, cfg, groups))
-        self.train_sharder = BatchBuilder(cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+        self.train_sharder = BatchBuilder(cfg.batch_shape, groups, model.positions)
         self._loaded: dict[str, Any] | None = None
         self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()

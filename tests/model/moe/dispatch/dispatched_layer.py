@@ -39,7 +39,7 @@ def draw_routing(case: str, rank: int, generator: torch.Generator) -> RoutingMap
 def run_layer(
     dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False, hidden_size: int = H
 ) -> dict[str, Tensor]:
-    """Dispatch, apply experts and combine on this rank's tokens; the result and every gradient."""
+    """Dispatch, apply experts and combine on this rank's tokens. The result and every gradient."""
     generator = torch.Generator().manual_seed(100 + groups.rank)
     assignment = draw_routing(case, groups.rank, generator)
     x = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator).requires_grad_()

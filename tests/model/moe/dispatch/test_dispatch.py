@@ -142,7 +142,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
         _break(layer.dispatcher, broken_phase)
     x, grad = (whole[groups.attn.dp.rank, positions] for whole in _data(layout))
     x.requires_grad_()
-    y = layer(x)
+    y = layer(x).y
     y.backward(grad)
     stats = layer.stats
     result = {name: p.grad for name, p in layer.named_parameters()} | {"y": y.detach(), "x": x.grad}

@@ -30,9 +30,7 @@ def exchanged_bytes(cfg: Config) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_collectives, "begin_all_to_all", recorded)
-        model.forward_backward(
-            BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
-        )
+        model.forward_backward(BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0))
     return sum(sizes)
 
 

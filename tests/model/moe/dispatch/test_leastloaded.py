@@ -47,7 +47,7 @@ class Case:
     """Part of the copies that are not dropped."""
     min_tokens: int = 1
     moves: bool = True
-    """Whether any copy must leave the rank of its expert on four ranks of ep."""
+    """Return whether any copy must leave the rank of its expert on four ranks of ep."""
 
     def ids(self, rank: int) -> Tensor:
         """Chosen experts of a rank's tokens, int64 [T, K]."""

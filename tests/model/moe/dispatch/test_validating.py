@@ -77,7 +77,7 @@ def test_ranks_that_agree_get_the_result_of_the_dispatcher(pool, sizes):
 
 
 def _message(sizes: dict[str, Any], name: str, fault: str) -> str:
-    """Return the message on a rank when rank 1 does something else than the others; empty if there is none."""
+    """Return the message on a rank when rank 1 does something else than the others, or empty if there is none."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     is_odd = groups.rank == 1
     groups.recorder.begin_step(8 if is_odd and fault == "step" else 7, "forward")

@@ -1,3 +1,5 @@
+"""A pipeline schedule of the example package."""
+
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -102,9 +102,11 @@ class GatedAttention(SelfAttention):
         self.wg = nn.Parameter(torch.empty(width, hidden))
         self.wo = nn.Parameter(torch.empty(hidden, width))
 
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return the attention of generation, in the place of `core_attention`."""
-        return {"core_attention": JointCache(current_pass, size, self.window)}
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Attend by a cache of this package while the model generates."""
+        cache = JointCache(current_pass, size, self.window)
+        self.attend_by(cache)
+        return [cache]
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute gated attention, as `SelfAttention.forward`."""

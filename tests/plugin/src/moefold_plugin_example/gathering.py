@@ -1,3 +1,5 @@
+"""A dispatcher of the example package."""
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,3 +1,5 @@
+"""An optimizer of the example package."""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar

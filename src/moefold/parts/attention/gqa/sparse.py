@@ -1,14 +1,11 @@
 """Module of grouped-query attention over the keys that a lightning indexer selects; see `model/indexer.py`."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.model.indexer import LightningIndexer, Selection
-from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
-from moefold.model.paged_selection import PagedSelection
+from moefold.model.paged_selection import SelectingAttention
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.ops.sparse_attention import sparse_attention
@@ -16,26 +13,14 @@ from moefold.parts.attention.gqa.module import GroupedQueryAttention
 from moefold.parts.attention.gqa.part import GqaPart
 
 
-class SparseAttention(GroupedQueryAttention):
-    """Grouped-query attention over selected keys; the queries of the indexer come from the input of the layer.
-
-    A decoder sets `selected_keys`.
-    """
-
-    selects_keys: ClassVar[bool] = True
-    fused_refusal: ClassVar[str] = "sparse attention"
+class SparseAttention(SelectingAttention, GroupedQueryAttention):
+    """Grouped-query attention over selected keys; the queries of the indexer come from the input of the layer."""
 
     def __init__(self, part: GqaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)
         hidden = frame.hidden_size
         indexer = part.own_indexer
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden, hidden, part.window)
-        self.selected_keys: PagedSelection | None = None
-
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return a cache of index keys too; see base class. While the indexer warms up, all keys are attended to."""
-        selected = PagedSelection(current_pass, size.num_pages, size.page_positions)
-        return super().caches(current_pass, size) | {"selected_keys": selected}
 
     def _attend(
         self,

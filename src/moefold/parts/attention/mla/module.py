@@ -30,9 +30,9 @@ class LatentAttention(SelfAttention):
     and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
     `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A decoder
-    sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are computed from them
-    (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). With
+    `latent_cache` all attention reads latents, also of the same pass, and no heads are computed from them (weight
+    absorption, arXiv:2405.04434 sec. 2.1.2).
     """
 
     fused_refusal: ClassVar[str] = "latent attention"
@@ -68,11 +68,17 @@ class LatentAttention(SelfAttention):
         self._has_wide_values = value > head
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
 
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return a cache of latents, or of heads; see base class."""
+    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+        """Cache latents, or heads; see base class."""
         if size.kind == "heads":
-            return super().caches(current_pass, size)
-        return {"latent_cache": PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)}
+            return super().open_caches(current_pass, size)
+        self.latent_cache = PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)
+        return [self.latent_cache]
+
+    def close_caches(self) -> None:
+        """See base class."""
+        super().close_caches()
+        self.latent_cache = None
 
     def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
         """Return the dims of the heads that are computed from the latents; see base class."""

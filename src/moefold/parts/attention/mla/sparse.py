@@ -1,13 +1,10 @@
 """Module of latent attention over the keys that a lightning indexer selects; see `model/indexer.py`."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.model.indexer import LightningIndexer, Selection
-from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
-from moefold.model.paged_selection import PagedSelection
+from moefold.model.paged_selection import SelectingAttention
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.ops.sparse_attention import sparse_attention
@@ -15,15 +12,11 @@ from moefold.parts.attention.mla.module import LatentAttention
 from moefold.parts.attention.mla.part import MlaPart
 
 
-class SparseLatentAttention(LatentAttention):
+class SparseLatentAttention(SelectingAttention, LatentAttention):
     """Multi-head latent attention over selected keys, computed in the space of the latents, which all heads share.
 
-    The queries of the indexer come from the query latent, or from the input of the layer if there is no latent. A
-    decoder sets `selected_keys`.
+    The queries of the indexer come from the query latent, or from the input of the layer if there is no latent.
     """
-
-    selects_keys: ClassVar[bool] = True
-    fused_refusal: ClassVar[str] = "sparse attention"
 
     def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)
@@ -31,12 +24,6 @@ class SparseLatentAttention(LatentAttention):
         source = part.q_lora_rank or hidden
         indexer = part.own_indexer
         self.indexer = None if indexer is None else LightningIndexer(indexer, source, hidden, part.window)
-        self.selected_keys: PagedSelection | None = None
-
-    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return a cache of index keys too; see base class. While the indexer warms up, all keys are attended to."""
-        selected = PagedSelection(current_pass, size.num_pages, size.page_positions)
-        return super().caches(current_pass, size) | {"selected_keys": selected}
 
     def _attend(
         self,

@@ -32,8 +32,6 @@ class DeepEPDispatcherPart(DispatcherPart):
     has_shared_buffers: ClassVar[bool] = True
     kernel_package: ClassVar[str] = "deep_ep"
     package_source: ClassVar[str] = "github.com/deepseek-ai/DeepEP"
-    # Whether the package is installed is known where the recipe runs.
-    written_as: ClassVar[str] = "auto"
 
     def unsupported(
         self,

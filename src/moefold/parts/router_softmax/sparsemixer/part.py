@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.field import POSITIVE, SAME_TENSORS
-from moefold.config.groups.router import ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
+from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
 from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem
 
@@ -30,11 +30,11 @@ class SparseMixer(RouterSoftmaxPart):
     samples: Annotated[bool, SAME_TENSORS] = True
     """Sample the choices in training; false: take the best experts."""
 
-    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor":
-        """Return the choices: sampled if there is noise, otherwise the best experts."""
+    def select(self, inputs: ChoiceInputs, choice: ChoicePart) -> "Tensor":
+        """Return the experts by the logits: sampled if there is noise, otherwise the best ones."""
         from moefold.parts.router_softmax.sparsemixer.module import sample_experts
 
-        return sample_experts(logits_TE, top_k, self.jitter, noise_TN)
+        return sample_experts(inputs.logits_TE, inputs.top_k, self.jitter, inputs.noise_TN)
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
@@ -48,11 +48,6 @@ class SparseMixer(RouterSoftmaxPart):
         """Return the number of uniform numbers of a token: one for each expert and one more, for each choice."""
         return top_k * (num_choices + 1) if self.samples else 0
 
-    @property
-    def chooses(self) -> bool:
-        """True: SparseMixer chooses the experts."""
-        return True
-
     def uniform_weight(self, num_experts: int) -> None:
         """Return None: each choice is among fewer experts than the choice before."""
 
@@ -63,7 +58,7 @@ class SparseMixer(RouterSoftmaxPart):
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield errors for settings, other than the logits, that would decide over the choices."""
         part = model.routed
-        if part is None or not part.router.chooses:
+        if part is None:
             return
         unsupported = {
             f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),

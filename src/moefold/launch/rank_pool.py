@@ -1,4 +1,4 @@
-"""Worker pool of ranks on this machine, used by parity tests and `moefold verify`.
+"""Worker pool of ranks on this machine, for `moefold verify`, `moefold memory`, tests and benchmarks.
 
 Each task gets fresh processes, forked in milliseconds from a fork server that has imported torch. Processes are not
 reused, because torch caches device meshes by their ranks and would use destroyed process groups. A task that fails or
@@ -59,8 +59,7 @@ class WorkerPool:
         """Create a pool; ranks are started by `run`.
 
         Args:
-            preload: modules that the fork server imports in addition to the modules of training; missing ones are
-                ignored.
+            preload: modules that the fork server imports once, so that no rank has to; missing ones are ignored.
             init_group: initialises the process group of a rank from the arguments of `init_process_group`.
             forks: False: ranks are spawned, which takes seconds. CUDA needs this: a process forked after a query for
                 GPUs cannot use them.
@@ -74,7 +73,7 @@ class WorkerPool:
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
-            self._context.set_forkserver_preload(["moefold.verify.ranks.preload", *preload])
+            self._context.set_forkserver_preload(list(preload))
         else:
             self._context = mp.get_context("spawn")
         remove_stale_folders()

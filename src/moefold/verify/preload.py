@@ -5,9 +5,6 @@ import gc
 import signal
 
 import torch
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 # Training modules: importing them here saves half a second in each rank of each task.
 import moefold.train.trainer
