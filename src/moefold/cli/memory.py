@@ -23,14 +23,13 @@ from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.data.dataset import dataset_request, prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
-from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training
 from moefold.planner.plan_request import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout
-from moefold.train.machine_checks import check_offload_folder
+from moefold.train.machine_checks import check_device, check_offload_folder
 from moefold.units import GIB, format_bytes
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import (

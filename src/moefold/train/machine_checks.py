@@ -1,4 +1,4 @@
-"""Checks of a recipe against the machine that will run it: folders, files, packages and servers.
+"""Checks of a recipe against the machine that will run it: folders, files, packages, servers, and type of device.
 
 Each raises ConfigError for the first fault that it finds.
 """
@@ -24,11 +24,13 @@ from moefold.errors import ConfigError
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv
 from moefold.message_text import Problem, Setting
+from moefold.ops.kernel_support import check_kernel_device
 from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.exactness import replays_routing
-from moefold.validate.memory_savings import ssd_offload_keys
-from moefold.validate.moe import check_dispatch_package
+from moefold.validate.memory_savings import check_memory_device, check_offload_device, ssd_offload_keys
+from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
 
 
@@ -46,6 +48,21 @@ def check_machine(cfg: Config) -> None:
     check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     check_meeting_point(cfg.sites)
     check_offload_folder(cfg.train)
+
+
+def check_device(cfg: Config, device_type: str) -> None:
+    """Check that a type of device supports the settings of a training step.
+
+    Inference has neither CUDA graphs of a step nor states to offload: it calls `check_kernel_device` alone.
+
+    Raises:
+        ConfigError: the device does not support a setting.
+    """
+    check_dispatch_device(cfg.model, cfg.parallel, device_type)
+    check_kernel_device(cfg.run, device_type)
+    check_cuda_graphs_device(cfg.run, device_type)
+    check_offload_device(cfg.train, device_type)
+    check_memory_device(cfg, device_type)
 
 
 def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:

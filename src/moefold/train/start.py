@@ -22,14 +22,19 @@ from moefold.data.dataset import NEEDS_PROGRAM, dataset_request, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
-from moefold.launch.device_checks import check_device
 from moefold.launch.memory_check import check_training, choose_checked_device
 from moefold.message_text import Problem
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import check_protocol, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
-from moefold.train.machine_checks import check_machine, check_replay_content, check_rollout_cache, check_vllm
+from moefold.train.machine_checks import (
+    check_device,
+    check_machine,
+    check_replay_content,
+    check_rollout_cache,
+    check_vllm,
+)
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
