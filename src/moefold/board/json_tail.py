@@ -91,7 +91,7 @@ class JsonTail:
         return []
 
     def read_line(self, offset: int, length: int) -> dict[str, Any] | None:
-        """Return the record at a position from `read`; None if the file has changed since."""
+        """Return the record at a position from `read`, or None if the file has changed since."""
         try:
             with open_regular(self.path) as file:
                 file.seek(offset)
@@ -199,7 +199,7 @@ class NewestValues:
         self._was_searched = False
 
     def value(self, name: str) -> NewestValue | None:
-        """Return the newest value of a metric of `NAMES`; None if there is none."""
+        """Return the newest value of a metric of `NAMES`, or None if there is none."""
         return self._values.get(name)
 
     def read(self) -> None:

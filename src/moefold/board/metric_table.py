@@ -132,7 +132,7 @@ class MetricTable:
             worst.is_count = False
 
     def latest(self, name: str) -> tuple[int, float] | None:
-        """Return step and value of the last record, NaN if it was not finite; None if there is none."""
+        """Return step and value of the last record, NaN if it was not finite, or None if there is none."""
         column = self._columns.get(name)
         if column is None or not column.values:
             return None

@@ -44,7 +44,7 @@ class RunList:
         return list(self._readers.values())
 
     def reader(self, key: str) -> RunReader | None:
-        """Return the reader of a run; None if there is no such run."""
+        """Return the reader of a run, or None if there is no such run."""
         return self._readers.get(key)
 
     def summary(self, reader: RunReader) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class RunReader:
             self._newest.read()
 
     def _row_values(self) -> dict[str, float | None | str]:
-        """Return the newest values for the row of the run; None if there is no value, "nan": not finite."""
+        """Return the newest values for the row of the run, or None if there is no value, "nan": not finite."""
         values: dict[str, float | None | str] = {}
         for name in ("loss", "eval_loss", "rl.reward", "tokens_per_s"):
             newest = self._newest.value(name)

@@ -112,7 +112,7 @@ BEST_NAME = "best"
 
 
 def best_of(checkpoints: Sequence[Path]) -> Path | None:
-    """Return the first checkpoint with the lowest held-out loss; None if no checkpoint has a loss."""
+    """Return the first checkpoint with the lowest held-out loss, or None if no checkpoint has a loss."""
     losses: dict[Path, float] = {}
     for path in checkpoints:
         try:
@@ -176,7 +176,7 @@ def skipped_checkpoints(requested: Path, opened: Path) -> list[str]:
 
 
 def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
-    """Return checkpoint.dir from the config.json of a run folder; None if it is not set or not a folder."""
+    """Return checkpoint.dir from the config.json of a run folder, or None if it is not set or not a folder."""
     try:
         tree = read_json(run_dir / SETTINGS_FILE, MAX_CONFIG_BYTES)
         folder_name = tree["checkpoint"]["dir"]

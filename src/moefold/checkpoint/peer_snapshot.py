@@ -66,7 +66,7 @@ HeldSteps = Mapping[int, frozenset[int]]
 
 
 def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout) -> int | None:
-    """Return the newest step for which the survivors together have every shard; None if there is no such step.
+    """Return the newest step for which the survivors together have every shard, or None if there is no such step.
 
     Args:
         held_by_survivor: `SnapshotGeneration.held` of each process, by its rank in the generation.
@@ -256,11 +256,11 @@ class PeerSnapshots:
         self._plan = None
 
     def generations(self) -> list[SnapshotGeneration]:
-        """Return the confirmed generation, and the next one if it has begun; local."""
+        """Return the confirmed generation, and the next one if it has begun. Local."""
         return [self.generation] if self._unconfirmed is None else [self.generation, self._unconfirmed]
 
     def keep_generation(self, number: int) -> None:
-        """Keep only the snapshots of one generation; local.
+        """Keep only the snapshots of one generation. Local.
 
         Args:
             number: the largest confirmed one of the survivors. If any survivor has confirmed a generation, every rank
@@ -278,7 +278,7 @@ class PeerSnapshots:
         return self._restored.read(transfer.name, transfer.box)
 
     def share_progress(self, step: int, world: Group) -> None:
-        """Give former spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+        """Give former spares of the lost mapping an empty snapshot of a step. Collective over the new mapping.
 
         Args:
             step: a step that every member of the lost mapping holds.
@@ -295,7 +295,7 @@ class PeerSnapshots:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor], train_state: TrainState, groups: ParallelGroups) -> None:
-        """Copy this rank's state to host memory, and exchange the copies of peers; collective over all ranks.
+        """Copy this rank's state to host memory, and exchange the copies of peers. Collective over all ranks.
 
         The copy replaces the older of two snapshots. Call it after a step in which all ranks have communicated.
 
@@ -358,7 +358,7 @@ class PeerSnapshots:
         slot.step = train_state.step
 
     def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
-        """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
+        """Return the hashes of the boxes that this rank sent and received, computed by the sender. Collective."""
         groups = plan.groups
         rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
         local_rows = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
@@ -378,7 +378,7 @@ class PeerSnapshots:
         return digests
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
-        """Exchange the boxes of all ranks, and plan the copies; collective."""
+        """Exchange the boxes of all ranks, and plan the copies. Collective."""
         local = [(name, box, values.dtype) for (name, box), values in shards.items()]
         gathered = all_gather_objects((local, self._node), groups.world)
         nodes = [node for _, node in gathered]
@@ -396,7 +396,7 @@ class PeerSnapshots:
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
-        """Fill the tensors of a new mapping from the snapshots of a step; collective over its ranks.
+        """Fill the tensors of a new mapping from the snapshots of a step. Collective over its ranks.
 
         Args:
             step: a step that every rank of the new mapping holds.
@@ -451,7 +451,7 @@ class _SnapshotIndex:
 def plan_restore(
     slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_bucket_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...], dict[str, torch.dtype]]:
-    """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping; collective.
+    """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping. Collective.
 
     Returns:
         The parts that a rank already has, the buckets of transfers for the other parts, and the type of each tensor.

@@ -108,7 +108,7 @@ class RunStates:
         return {name: tensor for owner in self._with_tensors() for name, tensor in owner.tensors().items()}
 
     def start(self) -> None:
-        """Begin a new run, after the initial weights were loaded; collective.
+        """Begin a new run, after the initial weights were loaded. Collective.
 
         Raises:
             ConfigError: a callback cannot load its initial state.
@@ -119,7 +119,7 @@ class RunStates:
             owner.load_tensors(None)
 
     def load(self, states: States, path: Path | None) -> None:
-        """Restore all objects in the order that they require; collective.
+        """Restore all objects in the order that they require. Collective.
 
         Args:
             path: the checkpoint; None if the tensors are restored by other means.

@@ -77,7 +77,7 @@ def write_checkpoint(
     planner: ShardSavePlanner | None = None,
     writer: WritingJob | None = None,
 ) -> Path:
-    """Write a complete checkpoint of the run; collective over all ranks.
+    """Write a complete checkpoint of the run. Collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
     keep. Then all ranks return.
@@ -193,7 +193,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     optimized: Mapping[str, nn.Parameter] | None = None,
 ) -> CheckpointMeta:
-    """Load weights, buffers and optimizer moments into this rank's shards; collective over all ranks.
+    """Load weights, buffers and optimizer moments into this rank's shards. Collective over all ranks.
 
     Step counts of the moments are not loaded. Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep
     their values.
@@ -213,7 +213,7 @@ def load_checkpoint(
 
 
 def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Load weights and buffers only, converted to the dtype of the parameters; collective over all ranks.
+    """Load weights and buffers only, converted to the dtype of the parameters. Collective over all ranks.
 
     Raises:
         ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs; raised on every rank.
@@ -224,7 +224,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
 
 
 def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
-    """Load other entries of a checkpoint into this rank's shards; collective over all ranks.
+    """Load other entries of a checkpoint into this rank's shards. Collective over all ranks.
 
     Raises:
         ConfigError: the checkpoint lacks an entry; raised on every rank.
@@ -263,7 +263,7 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
 
 
 def _create_draft(step: int, writer: WritingJob | None, group: dist.ProcessGroup | None) -> str:
-    """Create the folder for a new checkpoint; collective. It exists for all ranks afterwards.
+    """Create the folder for a new checkpoint. Collective. It exists for all ranks afterwards.
 
     Returns:
         Name of the folder in the folder of checkpoints.
@@ -294,7 +294,7 @@ def _storage_writer(draft: Path) -> dcp.FileSystemWriter:
 
 
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
-    """Read back and hash the files of every rank, and return the digests of all ranks; collective.
+    """Read back and hash the files of every rank, and return the digests of all ranks. Collective.
 
     Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
     """
@@ -317,7 +317,7 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
 
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
-    """Check that the checkpoint has all entries of all ranks; collective, so that all ranks raise together."""
+    """Check that the checkpoint has all entries of all ranks. Collective, so that all ranks raise together."""
     faults = missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
     moments = [entry for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")]
     parameters = {entry.rpartition(".")[0] for entry in moments}
@@ -351,7 +351,7 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
 
 
 def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Tensor] | None) -> None:
-    """Check that a checkpoint has moments if and only if the optimizer has moments; collective.
+    """Check that a checkpoint has moments if and only if the optimizer has moments. Collective.
 
     Args:
         moments: moments of this rank; None if no parameter of the rank is trained.

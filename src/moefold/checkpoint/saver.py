@@ -50,7 +50,7 @@ class CheckpointSaver:
                 )
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
-        """Write a checkpoint; collective. Returns the time that training waited for it, in seconds.
+        """Write a checkpoint. Collective. Returns the time that training waited for it, in seconds.
 
         Raises:
             ConfigError: the checkpoint cannot be written.
@@ -78,10 +78,10 @@ class CheckpointSaver:
         """Raise the error of the last save, if it failed; call it once per step."""
 
     def drain(self) -> None:
-        """Wait for the pending save; collective. More saves may follow."""
+        """Wait for the pending save. Collective. More saves may follow."""
 
     def finish(self) -> None:
-        """Wait for the pending save and release resources; collective."""
+        """Wait for the pending save and release resources. Collective."""
 
     def drain_with_timeout(self, timeout_s: float) -> None:
         """Wait for the pending save for a limited time, without raising, while another error is handled."""
@@ -110,7 +110,7 @@ class BackgroundSaver(CheckpointSaver):
         self._is_awaited = threading.Event()
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
-        """Start to write a checkpoint; collective. Returns the time that training waited, in seconds.
+        """Start to write a checkpoint. Collective. Returns the time that training waited, in seconds.
 
         Raises:
             ConfigError: the previous checkpoint cannot be written.
@@ -140,11 +140,11 @@ class BackgroundSaver(CheckpointSaver):
             self._wait()
 
     def drain(self) -> None:
-        """Wait for the pending save; collective. More saves may follow."""
+        """Wait for the pending save. Collective. More saves may follow."""
         self._wait()
 
     def finish(self) -> None:
-        """Wait for the pending save, stop the thread and release the staging buffers; collective."""
+        """Wait for the pending save, stop the thread and release the staging buffers. Collective."""
         self._wait()
         self._thread.shutdown()
         self._stager.close()
@@ -163,7 +163,7 @@ class BackgroundSaver(CheckpointSaver):
 
 
 def open_saver(cfg: Config, groups: ParallelGroups) -> CheckpointSaver:
-    """Open the saver of a recipe; collective if it saves in the background."""
+    """Open the saver of a recipe. Collective if it saves in the background."""
     if not cfg.checkpoint.async_save:
         return CheckpointSaver(cfg)
     return BackgroundSaver(cfg, groups.create_background_group().handle, is_on_gpu=groups.device.type == "cuda")

@@ -223,7 +223,7 @@ def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
 
 
 def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
-    """Return the intersection of a region and a box; None if it is empty."""
+    """Return the intersection of a region and a box, or None if it is empty."""
     common = tuple(
         slice(max(span.start, a), min(span.stop, a + n)) for span, a, n in zip(region, start, size, strict=True)
     )
@@ -262,7 +262,7 @@ def write_chunks(
 
 
 def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, FileDigest] | None = None) -> None:
-    """Write the manifest of an otherwise complete folder; collective over `world`, which shares the hashing.
+    """Write the manifest of an otherwise complete folder. Collective over `world`, which shares the hashing.
 
     Args:
         written: digests of the files that this process hashed while it wrote them.

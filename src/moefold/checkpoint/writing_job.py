@@ -187,7 +187,7 @@ def _stamp(path: Path) -> tuple[object, ...]:
 
 
 def _read_mark(path: Path) -> _Mark | None:
-    """Return the job that wrote a checkpoint; None for checkpoints of earlier versions."""
+    """Return the job that wrote a checkpoint, or None for checkpoints of earlier versions."""
     try:
         fields = read_json(regular_file(path, WRITER_FILE), MAX_DESCRIPTION_BYTES)
         job, owner = fields["job"], Owner.from_json(fields["owner"])

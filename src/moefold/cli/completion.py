@@ -112,7 +112,7 @@ def _mark_arguments(parsers: Sequence[argparse.ArgumentParser]) -> None:
 
 
 def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
-    """Return the completion of an argument in shtab's form; None if it has none, or has choices."""
+    """Return the completion of an argument in shtab's form, or None if it has none, or has choices."""
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if _OVERRIDE.search(metavar):
         return {"bash": "_moefold_overrides", "zsh": "_moefold_overrides", "fish": "(_moefold_overrides)"}

@@ -74,7 +74,7 @@ def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path
 
 
 def _closest_recipe(word: str, names: set[str]) -> str | None:
-    """Return the recipe with the most similar name, with or without its folder; None if no name is close."""
+    """Return the recipe with the most similar name, with or without its folder, or None if no name is close."""
     by_file = {name.rpartition("/")[2]: name for name in sorted(names)}
     guess = closest_match(word, names)
     return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")

@@ -313,7 +313,7 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
 
 
 def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int) -> float | None:
-    """Return the rows of a rank's experts over the mean of its ep and etp group; None without experts.
+    """Return the rows of a rank's experts over the mean of its ep and etp group, or None without experts.
 
     Rows of an expert are sent to all etp ranks of the ep rank that owns it.
     """

@@ -180,7 +180,7 @@ class ParallelGroups:
         release_mesh_groups(self.expert_mesh)
 
     def create_background_group(self) -> Group:
-        """Create a gloo group of all ranks for a thread that communicates concurrently with training; collective.
+        """Create a gloo group of all ranks for a thread that communicates concurrently with training. Collective.
 
         Collectives of two threads must not share a group, as their order would differ between ranks.
         """
@@ -253,7 +253,7 @@ class World:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather the objects of all processes, in rank order; collective. Values are pickled."""
+        """Gather the objects of all processes, in rank order. Collective. Values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -261,7 +261,7 @@ class World:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the picklable object of rank 0 on all processes; collective."""
+        """Return the picklable object of rank 0 on all processes. Collective."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)

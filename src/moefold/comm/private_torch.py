@@ -138,7 +138,7 @@ def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
 
 
 def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the pack and unpack hooks that are active for saved tensors; None without any."""
+    """Return the pack and unpack hooks that are active for saved tensors, or None without any."""
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
         torch._C._autograd._top_saved_tensors_default_hooks(False)
     )
@@ -245,7 +245,7 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
 
 
 def gloo_backend(handle: dist.ProcessGroup | None) -> Any:
-    """Return the gloo backend of a process group that has no other; None for other groups."""
+    """Return the gloo backend of a process group that has no other, or None for other groups."""
     if handle is None or dist.get_backend(handle) not in ("gloo", _SHARED_LOOP):
         return None
     backend = handle._get_backend(torch.device("cpu"))
@@ -420,7 +420,7 @@ def run_fsdp_post_backward(module: nn.Module) -> None:
 
 
 def fsdp_param_group(module: nn.Module | FSDPModule) -> Any:
-    """Return the parameter group of an FSDP module; None for other modules and for modules without parameters."""
+    """Return the parameter group of an FSDP module, or None for other modules and for modules without parameters."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 

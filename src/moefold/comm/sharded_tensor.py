@@ -43,14 +43,14 @@ MESSAGE_ELEMENTS = 2**22
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole sharded tensor on every rank of its mesh; collective over that mesh (all-reduce)."""
+    """Return the whole sharded tensor on every rank of its mesh. Collective over that mesh (all-reduce)."""
     ((_, full),) = full_tensors({"": tensor})
     return full
 
 
 @torch.no_grad()
 def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors of sharded tensors, several in a message; collective over their meshes (all-reduce).
+    """Yield whole tensors of sharded tensors, several in a message. Collective over their meshes (all-reduce).
 
     Args:
         tensors: tensors by name, the same on all ranks; plain tensors are yielded unchanged.

@@ -235,7 +235,7 @@ class SiteLinks:
         return ExchangeResult(mean, decoded, sent_bytes, time.perf_counter() - started_s, gathered, probes)
 
     def _exchange_probe(self, probe: Probe) -> Tensor | None:
-        """Return the values of all members; None if their keys or sizes differ."""
+        """Return the values of all members, or None if their keys or sizes differ."""
         heads = self._all_gather(torch.tensor([probe.key, probe.values.numel()]))
         if not probe.values.numel() or not all(torch.equal(head, heads[0]) for head in heads):
             return None

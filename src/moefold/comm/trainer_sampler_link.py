@@ -70,7 +70,7 @@ class JobLink:
 
     @classmethod
     def connect(cls, split: JobSplit, rank: int, store: dist.Store) -> "JobLink":
-        """Connect all ranks of the job; collective over them, without a timeout.
+        """Connect all ranks of the job. Collective over them, without a timeout.
 
         Args:
             split: the ranks of the job.

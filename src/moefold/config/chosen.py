@@ -76,7 +76,7 @@ def _tables_in(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_key(recipe: Config, name: str) -> Any:
-    """Return the value of a recipe key, named as "section.key", or of a setting by its path; None if absent."""
+    """Return the value of a recipe key, named as "section.key", or of a setting by its path, or None if absent."""
     value: Any = recipe
     for key in name.split("."):
         value = getattr(value, key, None)

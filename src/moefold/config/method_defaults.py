@@ -70,7 +70,7 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
 
 
 def _rates_of_optimizer(optimizer: Any) -> Any:
-    """Return the rates that an optimizer needs in every method; None if it has none, or is not installed."""
+    """Return the rates that an optimizer needs in every method, or None if it has none, or is not installed."""
     if isinstance(optimizer, str):
         return find_part("optimizer", optimizer).rates if optimizer in kinds("optimizer") else None
     return getattr(optimizer, "rates", None)

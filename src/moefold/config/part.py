@@ -254,7 +254,7 @@ def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
 
 @cache
 def default_of_field(owner: Any, name: str) -> Any:
-    """Return the default of a field of a section, a table or a class of parts; None if it must be given."""
+    """Return the default of a field of a section, a table or a class of parts, or None if it must be given."""
     entry = next(entry for entry in fields(owner) if entry.name == name)
     if entry.default_factory is not MISSING:
         return entry.default_factory()

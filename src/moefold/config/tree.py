@@ -71,7 +71,7 @@ def merged(path: str, base: Any, over: Any) -> Any:
 
 
 def value_at(path: str, tree: Any) -> Any:
-    """Return the value of a tree at a path, which may be "none"; None if there is none."""
+    """Return the value of a tree at a path, which may be "none", or None if there is none."""
     for name in path.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree

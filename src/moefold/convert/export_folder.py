@@ -122,7 +122,7 @@ class WeightsOrigin:
         return all(name in original and original[name].dtype == dtype for name, dtype in dtypes.items())
 
     def model(self, hf_config: Mapping[str, Any]) -> ModelConfig | None:
-        """Return the model of the original folder, with its MTP layers; None if it cannot be parsed."""
+        """Return the model of the original folder, with its MTP layers, or None if it cannot be parsed."""
         try:
             model = parse_model_config(hf_config, self.sidecar_dir or Path(), ALL_KEYS)
         except ConfigError:

@@ -116,7 +116,7 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
 
 
 def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> MultimodalFolder | None:
-    """Return the description of a multimodal folder whose text model has the family; None for other folders."""
+    """Return the description of a multimodal folder whose text model has the family, or None for other folders."""
     folder = family.multimodal
     return folder if folder is not None and hf_config.get("model_type") == folder.model_type else None
 

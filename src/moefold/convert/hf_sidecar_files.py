@@ -20,7 +20,7 @@ RECIPE_FILE = "recipe.toml"
 
 
 def find_sidecar_dir(checkpoint: Path) -> Path | None:
-    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if it does not exist.
+    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint, or None if it does not exist.
 
     Files of a remote checkpoint are copied to this machine.
     """

@@ -266,7 +266,7 @@ def import_origin(folder: Path) -> str:
 
 
 def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float | None:
-    """Return the value of moe.aux_loss for `router_aux_loss_coef` of a config.json; None if that is absent.
+    """Return the value of moe.aux_loss for `router_aux_loss_coef` of a config.json, or None if that is absent.
 
     transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the L
     layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a

@@ -58,7 +58,7 @@ def has_qwen_mtp(model: ModelConfig) -> bool:
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """Return the names of a folder's tensors; None if they cannot be read (a later reader reports it)."""
+    """Return the names of a folder's tensors, or None if they cannot be read (a later reader reports it)."""
     try:
         if (folder / INDEX_FILE).is_file():
             names = list(read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)["weight_map"])

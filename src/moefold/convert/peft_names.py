@@ -227,7 +227,7 @@ def stacked_parameters(
 
 
 def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMapping]) -> StackedParameter | None:
-    """Return the parameter of a tensor; None if it does not stack experts."""
+    """Return the parameter of a tensor, or None if it does not stack experts."""
     _, in_dim, out_dim = pieces[0].dims
     if len(shape) != 3 or in_dim is None or out_dim is None:
         return None

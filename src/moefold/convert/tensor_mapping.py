@@ -40,7 +40,7 @@ class SliceMapping:
     dims: tuple[int | None, ...]
 
     def intersect(self, region: Region) -> "SliceMapping | None":
-        """Return the part of the slice in a region of our parameter; None if they do not intersect."""
+        """Return the part of the slice in a region of our parameter, or None if they do not intersect."""
         start = [max(s, r.start) for s, r in zip(self.start, region, strict=True)]
         stop = [min(s + n, r.stop) for s, n, r in zip(self.start, self.size, region, strict=True)]
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -53,7 +53,7 @@ class SliceMapping:
         return SliceMapping(self.name, tuple(start), size, self.hf_name, tuple(hf_start), self.hf_step, self.dims)
 
     def intersect_hf_rows(self, start: int, stop: int) -> "SliceMapping | None":
-        """Return the part of the slice in some rows (first dim) of the HF tensor; None if it is empty."""
+        """Return the part of the slice in some rows (first dim) of the HF tensor, or None if it is empty."""
         if 0 not in self.dims:
             return self if start <= 0 < stop else None
         first = self.hf_start[0]

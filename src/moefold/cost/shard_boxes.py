@@ -32,7 +32,7 @@ class Box:
         return prod(self.size)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """Return the common part of two boxes of one tensor; None if there is none."""
+        """Return the common part of two boxes of one tensor, or None if there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         size = tuple(end - begin for begin, end in zip(start, stop, strict=True))

@@ -206,7 +206,7 @@ class ChatTemplate:
         check_roles([dict(message) for message in conversation.messages], source, conversation.location)
 
     def source_for(self, tools: Any) -> str:
-        """Return the source of the template that writes conversations with these tools; None for none."""
+        """Return the source of the template that writes conversations with these tools, or None for none."""
         return self.source if tools is None else self._tool_source
 
     def render_prompt(

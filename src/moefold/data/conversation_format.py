@@ -127,7 +127,7 @@ def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Con
 
 
 def _parse_tools(tools: Any, location: str) -> Any:
-    """Return the list of tools, which may be written as a JSON text; None for none."""
+    """Return the list of tools, which may be written as a JSON text, or None for none."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -231,7 +231,7 @@ def _parse_weight(message: dict[str, Any], place: str) -> bool:
 
 
 def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, Any]] | None:
-    """Return the content of a message: a text, or a list of several texts; None if it only calls tools."""
+    """Return the content of a message: a text, or a list of several texts, or None if it only calls tools."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return None

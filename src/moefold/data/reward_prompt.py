@@ -34,7 +34,7 @@ class RewardPrompt:
 
 
 def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPrompt | None:
-    """Return the reward prompt from `CheckpointMeta.order`; None if its run had another method, or an older version.
+    """Return the reward prompt from `CheckpointMeta.order`, or None if its run had another method, or an older version.
 
     Raises:
         ConfigError: the values are damaged.

@@ -154,7 +154,7 @@ class SampleBatch:
         return ~self.is_padding[:, :-1]
 
     def document_starts(self) -> NDArray[np.int64] | None:
-        """Return the position where the document of each input begins, [count, S]; None without annotations.
+        """Return the position where the document of each input begins, [count, S], or None without annotations.
 
         Documents of padding are split into short documents: nothing reads their attention, which then costs little.
         """

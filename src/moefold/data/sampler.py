@@ -279,7 +279,7 @@ class Sampler(SampleSource):
         return f"sample {index}"
 
     def state(self, index: int) -> Any:
-        """Return a JSON-serialisable state for fast access to sample `index` later; None if no state is needed."""
+        """Return a JSON-serialisable state for fast access to sample `index` later, or None if no state is needed."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -452,7 +452,7 @@ class MixtureSampler(Sampler):
         return min(length - 1, math.ceil(sum(fractions)))
 
     def state(self, index: int) -> Any:
-        """Return the states of the samplers; None if none has a state."""
+        """Return the states of the samplers, or None if none has a state."""
         states = [sampler.state(self._count(number, index)) for number, sampler in enumerate(self._samplers)]
         return None if all(state is None for state in states) else states
 

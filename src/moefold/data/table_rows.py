@@ -353,7 +353,7 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[str, list[str]] | None:
-    """Return the files of each split of a configuration of README.md; None if there is no such configuration."""
+    """Return the files of each split of a configuration of README.md, or None if there is no such configuration."""
     configs = _configurations(folder)
     if not configs:
         return None

@@ -306,7 +306,7 @@ class ShardWriter:
         return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
 
     def find_finished(self, number: int) -> ShardSize | None:
-        """Return the size of a finished shard; None if it does not exist."""
+        """Return the size of a finished shard, or None if it does not exist."""
         path = shard_path(self.out, number)
         index = document_ends_path(path)
         if not index.is_file() or not is_complete_array(path):

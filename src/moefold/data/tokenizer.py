@@ -182,7 +182,7 @@ def refuse_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
 
 
 def _before_nul(value: Any) -> str | None:
-    """Return the last characters before the first NUL character of a text in JSON values; None if there is none."""
+    """Return the last characters before the first NUL character of a text in JSON values, or None if there is none."""
     if isinstance(value, str):
         position = value.find("\0")
         return None if position < 0 else value[max(0, position - 30) : position]

@@ -173,7 +173,7 @@ class TokenizerFolder:
     """Notes on guesses for missing declarations, and on declarations that are not supported."""
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a special token by its name, such as "bos_token"; None if it is not declared."""
+        """Return the id of a special token by its name, such as "bos_token", or None if it is not declared."""
         token = self.special_tokens.get(name)
         return None if token is None else self.ids.get(token)
 

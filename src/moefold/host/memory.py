@@ -45,7 +45,7 @@ def available_host_memory(root: Path = ROOT) -> AvailableMemory:
 
 
 def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
-    """Return the bytes that this process can still map under its limit (`ulimit -v`); None without a limit."""
+    """Return the bytes that this process can still map under its limit (`ulimit -v`), or None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
@@ -53,7 +53,7 @@ def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
 
 
 def _free_bytes(root: Path) -> tuple[int, int] | None:
-    """Return MemAvailable and SwapFree; None if the kernel does not report them."""
+    """Return MemAvailable and SwapFree, or None if the kernel does not report them."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -67,7 +67,7 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
 
 
 def _positions(folder: str) -> int | None:
-    """Return max_position_embeddings of a Hugging Face folder; None if it is absent."""
+    """Return max_position_embeddings of a Hugging Face folder, or None if it is absent."""
     try:
         keys = read_json_object(Path(folder) / CONFIG_FILE)
     except (ConfigError, OSError):
@@ -337,6 +337,6 @@ def _parse_experts(text: str) -> NDArray[np.integer]:
 
 
 def _at(tree: Mapping[str, Any], section: str, key: str) -> object:
-    """Return an entry of a nested mapping; None if it is missing."""
+    """Return an entry of a nested mapping, or None if it is missing."""
     table = tree.get(section)
     return table.get(key) if isinstance(table, dict) else None

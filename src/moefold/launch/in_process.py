@@ -49,7 +49,7 @@ class ProgramRanks:
     """The ranks of a program: members of its default process group, or only this process."""
 
     def __init__(self, world: World) -> None:
-        """Find the rank of this process, and a port for the store of the run; collective."""
+        """Find the rank of this process, and a port for the store of the run. Collective."""
         self._world = world
         process = _Process(
             machine=ProcessId.current().machine,
@@ -71,7 +71,7 @@ class ProgramRanks:
         )
 
     def agree(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call on this rank, or raise an error on all ranks; collective.
+        """Return the result of a call on this rank, or raise an error on all ranks. Collective.
 
         A rank whose call failed raises its own exception; the others raise the exception of the first such rank.
 
@@ -98,12 +98,12 @@ class ProgramRanks:
         return result[0]
 
     def first(self, value: Result) -> Result:
-        """Return the value of rank 0; collective."""
+        """Return the value of rank 0. Collective."""
         result: Result = self._world.all_gather_object(value)[0]
         return result
 
     def check_devices(self, device_type: str) -> None:
-        """Check that each rank has its own GPU; collective.
+        """Check that each rank has its own GPU. Collective.
 
         Raises:
             ConfigError: two ranks have the same GPU.
@@ -201,7 +201,7 @@ def _uses_cuda() -> bool:
 
 
 def _cuda_index(local_rank: int) -> int | None:
-    """Return the current CUDA device of this process, or the device of its local rank; None without GPUs."""
+    """Return the current CUDA device of this process, or the device of its local rank, or None without GPUs."""
     if _uses_cuda():
         return torch.cuda.current_device()
     count = torch.cuda.device_count()

@@ -64,7 +64,7 @@ class Meeting:
                 raise BadRequestError(f"{str(other)[:40]!r} is not a request")
 
     def answer(self, message: Message, connection: int, waited_s: float) -> Message | None:
-        """Return the answer to a request that was entered; None if not yet."""
+        """Return the answer to a request that was entered, or None if not yet."""
         match message["do"]:
             case "hello":
                 return self.sites.answer_registration(message, connection)

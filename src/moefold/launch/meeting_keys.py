@@ -36,7 +36,7 @@ class MeetingKeys:
         self._num_bytes += added_bytes
 
     def get(self, key: str) -> str | None:
-        """Return the value of a key; None if not yet, or it was forgotten."""
+        """Return the value of a key, or None if not yet, or it was forgotten."""
         return self._values.get(key)
 
     def is_over(self, key: str) -> bool:

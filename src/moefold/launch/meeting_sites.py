@@ -139,7 +139,7 @@ class SiteList:
         return self.missed(number) or {"ready": True}
 
     def missed(self, number: int) -> Message | None:
-        """Return the answer to a site that lacks rounds which other sites have applied; None if it lacks none.
+        """Return the answer to a site that lacks rounds which other sites have applied, or None if it lacks none.
 
         Sites in pairs have different weights; such a site takes part in the next round if it lacks a single one.
         """

@@ -326,7 +326,7 @@ class Regroup:
             report_lost(self._base, rank)
 
     def _survivors(self, number: int) -> dict[int, Any] | None:
-        """Return the facts of the survivors, by job rank; None until every rank has arrived or is lost."""
+        """Return the facts of the survivors, by job rank, or None until every rank has arrived or is lost."""
         arrived = self._arrived(number)
         # Read after the arrivals: a loss that was reported before the last of them is known here.
         lost_ranks = self.lost()

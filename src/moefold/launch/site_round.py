@@ -69,7 +69,7 @@ class MeetingRound:
         return max(settings.timeout_s for settings in self.requests.values())
 
     def voting_group_of(self, number: int) -> VotingGroup | None:
-        """Return the sites that a site votes with; None if it exchanges nothing in this round."""
+        """Return the sites that a site votes with, or None if it exchanges nothing in this round."""
         return next((voters for voters in self.voting_groups if number in voters.members), None)
 
 
@@ -84,7 +84,7 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
 
 
 def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
-    """Return how long a round waits for late sites after the first site; None if too few rounds are known.
+    """Return how long a round waits for late sites after the first site, or None if too few rounds are known.
 
     Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
     loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds

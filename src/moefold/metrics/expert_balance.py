@@ -335,7 +335,7 @@ def _max_over_mean(counts: Array) -> Array:
 
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
-    """Return the expert counts of a run's routing trace; None without a trace."""
+    """Return the expert counts of a run's routing trace, or None without a trace."""
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None
     trace = RoutingTrace(run_dir, "run")

@@ -24,7 +24,7 @@ def is_step(value: Any) -> TypeGuard[int]:
 
 
 def parse_step(text: str | bytes) -> dict[str, Any] | None:
-    """Return the record of a line of a metrics file; None for an invalid line."""
+    """Return the record of a line of a metrics file, or None for an invalid line."""
     try:
         record = parse_json(text)
     except ValueError:

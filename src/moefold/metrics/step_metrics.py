@@ -135,7 +135,7 @@ def _per_sample(dot_products: NDArray[np.float64], samples: NDArray[np.float64])
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
-    """Return norm dispersion, mean and minimum pairwise cosine; None if a norm is 0, such as without experts."""
+    """Return norm dispersion, mean and minimum pairwise cosine, or None if a norm is 0, such as without experts."""
     norms = np.sqrt(np.diag(dot_products))
     if len(norms) < 2 or not norms.all():
         return None, None, None

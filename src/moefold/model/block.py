@@ -254,7 +254,7 @@ class Selections:
         self._selection: Selection | None = None
 
     def of(self, block: Block) -> "Selection | None":
-        """Return the selection that a layer makes or reads; None if no layers share selections."""
+        """Return the selection that a layer makes or reads, or None if no layers share selections."""
         if block.shared_selection is None:
             return None
         if block.shared_selection != self._source:

@@ -92,7 +92,7 @@ class LinearAttention(TokenMixer):
         """
 
     def convolved(self, projected: Sequence[Tensor]) -> Tensor | None:
-        """Return the inputs of the convolution, [S, B, C]; None without a convolution."""
+        """Return the inputs of the convolution, [S, B, C], or None without a convolution."""
         return None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:

@@ -63,7 +63,7 @@ class LossMetric:
 
 
 class LossMetricRecorder:
-    """Values that the loss of this rank's last stage records during a step; local, on the device, without gradients.
+    """Values that the loss of this rank's last stage records during a step. Local, on the device, without gradients.
 
     The metrics of a step are summed over the ranks together with the loss terms, see `TrainingStep`.
     """

@@ -127,7 +127,7 @@ class PagedAttention(PagedCache):
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Cache the new keys and values, then attend; local.
+        """Cache the new keys and values, then attend. Local.
 
         Args:
             q: queries, [R, 1, A, D].
@@ -264,7 +264,7 @@ def attend_pages(
     sinks: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention of each row to the keys at positions up to its own, within the limits; local.
+    """Compute attention of each row to the keys at positions up to its own, within the limits. Local.
 
     Args:
         q: queries, [R, A, D].

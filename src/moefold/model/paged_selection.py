@@ -83,7 +83,7 @@ class PagedSelection(PagedCache):
     def extend(
         self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cache the tokens of this pass, then select keys for them; local.
+        """Cache the tokens of this pass, then select keys for them. Local.
 
         Args:
             index: projections of the pass, with its own keys only.

@@ -154,7 +154,7 @@ class Autotuner:
         self._times = times
 
     def settle(self, gather: Callable[[Times], Iterable[Times]]) -> Times:
-        """Let all ranks choose by the same times from now on; collective, between steps.
+        """Let all ranks choose by the same times from now on. Collective, between steps.
 
         Args:
             gather: returns the measured times of all ranks, in the order of ranks.

@@ -213,7 +213,7 @@ class CausalKernel(BlockKernel, Protocol):
 def attention_block(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, kernel: BlockKernel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention from the queries to the keys of one block. Without autograd; local.
+    """Compute attention from the queries to the keys of one block. Without autograd. Local.
 
     Args:
         q: queries, [Sq, B, A, D].

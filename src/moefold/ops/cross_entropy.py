@@ -23,7 +23,7 @@ class RowStatistics(NamedTuple):
 
 
 class CrossEntropyOps(Protocol):
-    """Operations on a matrix of logits [C, V/tp]; local, without autograd."""
+    """Operations on a matrix of logits [C, V/tp]. Local, without autograd."""
 
     def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
         """Compute the statistics of each row of logits.

@@ -117,7 +117,7 @@ def _check_arguments(scores: Tensor, k: int, starts: Tensor | None, stops: Tenso
 
 @cache
 def _c_kernel() -> "CExactTopk | None":
-    """Return the C kernel; None without a working compiler."""
+    """Return the C kernel, or None without a working compiler."""
     from moefold.ops.cpu.build import CompilerError, build_libraries
     from moefold.ops.cpu.exact_topk import CExactTopk
 

@@ -190,7 +190,7 @@ class ExpertGradients:
 
 
 class ExpertOps(Protocol):
-    """Forward and backward pass of a set of experts over their tokens; local, without autograd."""
+    """Forward and backward pass of a set of experts over their tokens. Local, without autograd."""
 
     @property
     def fuses_permutation(self) -> bool:

@@ -58,7 +58,7 @@ class FlashPages:
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute softmax attention, with scores divided by sqrt(D); local.
+        """Compute softmax attention, with scores divided by sqrt(D). Local.
 
         Args:
             q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).

@@ -14,7 +14,7 @@ from moefold.ops.quantization.formats import pack, unpack
 
 
 class PermuteOps(Protocol):
-    """Permutation of tokens, and the combine with its gradient; local, without autograd."""
+    """Permutation of tokens, and the combine with its gradient. Local, without autograd."""
 
     def permute(self, x_TH: Tensor, permutation: Permutation) -> Tensor:
         """Copy each token into the rows of its experts: [T, H] -> [R, H], of any dtype, with zeros in padding rows."""

@@ -98,7 +98,7 @@ def sparse_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax attention of each query over its selected keys; local.
+    """Compute softmax attention of each query over its selected keys. Local.
 
     Args:
         q: queries, [S, B, A, D].

@@ -121,7 +121,7 @@ class TaskAttention:
     def _kernel_for(
         self, q: Tensor, k: Tensor, v: Tensor, kernel: "CAttention | None"
     ) -> "CAttention | CudaFlash | None":
-        """Return the kernel that computes all tasks in one call; None if no kernel supports them."""
+        """Return the kernel that computes all tasks in one call, or None if no kernel supports them."""
         if not len(q):
             return None
         longest = int(np.diff(self._keys).max())

@@ -59,10 +59,10 @@ class OuterOptimizer(OuterWeights):
         return round_
 
     def begin_next(self) -> None:
-        """Begin the training of the next round, while the exchange of this round runs; local."""
+        """Begin the training of the next round, while the exchange of this round runs. Local."""
 
     def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
-        """Undo `begin_next` after a failed exchange, whose round is not applied; local.
+        """Undo `begin_next` after a failed exchange, whose round is not applied. Local.
 
         Args:
             fragments: the fragments of the round.
@@ -86,7 +86,7 @@ class OuterOptimizer(OuterWeights):
         return self.step(round_.delta, round_.mean, round_.fragments, keep_local=keep_local), {}
 
     def skip(self) -> None:
-        """Record that a due outer step does not take place; local."""
+        """Record that a due outer step does not take place. Local."""
 
     @property
     def transferred_state(self) -> int:
@@ -122,7 +122,7 @@ class OuterOptimizer(OuterWeights):
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
-        """Set the residual to the coding error of a round, once the round is certain; local.
+        """Set the residual to the coding error of a round, once the round is certain. Local.
 
         Args:
             fragments: the fragments of the round.
@@ -147,7 +147,7 @@ class OuterOptimizer(OuterWeights):
         *,
         keep_local: float = 0.0,
     ) -> OuterNorms:
-        """Take the outer step of a round; local.
+        """Take the outer step of a round. Local.
 
         Args:
             delta: result of `difference` for the round.
@@ -224,6 +224,6 @@ class OuterOptimizer(OuterWeights):
         return True
 
     def set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0) -> None:
-        """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers; local."""
+        """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers. Local."""
         for buffer, values in self.buffer_slices(mean, fragments):
             mix(buffer, values, keep_local)

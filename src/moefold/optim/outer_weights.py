@@ -98,7 +98,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Set the outer weights to the present weights, at the start of a run; local."""
+        """Set the outer weights to the present weights, at the start of a run. Local."""
         for name, (weights,) in self.visit(list(self._parameters), ["weights"]):
             weights.copy_(local_tensor(self._parameters[name].data))
 
@@ -165,7 +165,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def take_weights(self, names: Sequence[str]) -> None:
-        """Set parameters to their outer weights; local."""
+        """Set parameters to their outer weights. Local."""
         for name, weights in self.visit_weights(names):
             local_tensor(self._parameters[name].data).copy_(weights)
 
@@ -193,7 +193,7 @@ class OuterWeights:
         }
 
     def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:
-        """Restore the state of a checkpoint; collective if `load` is.
+        """Restore the state of a checkpoint. Collective if `load` is.
 
         A state that the checkpoint lacks begins as at the start of a run.
 
@@ -216,7 +216,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:
-        """Continue from outer weights and momentum that were just written: the weights become the outer weights; local.
+        """Continue from outer weights and momentum that were just written: the weights become the outer weights. Local.
 
         Args:
             num_rounds: rounds of these outer weights.

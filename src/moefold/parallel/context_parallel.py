@@ -46,7 +46,7 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
-    """Return the attention planner of the layers; None if nothing is planned, or nothing must be sent."""
+    """Return the attention planner of the layers, or None if nothing is planned, or nothing must be sent."""
     context = chosen_in(parallel, ContextPart)
     plan = context.plan
     moves_work = plan.balances_compute_ranks and (plan.pool or groups.attn.dp_cp.size) > 1

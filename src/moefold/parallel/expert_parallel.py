@@ -20,7 +20,7 @@ from moefold.parallel.tensor_parallel import local_positions
 
 
 def select_dispatcher(cfg: Config, groups: ParallelGroups) -> tuple[DispatcherPart, str]:
-    """Resolve `parallel.dispatcher`; collective for "auto", as all ranks must choose the same.
+    """Resolve `parallel.dispatcher`. Collective for "auto", as all ranks must choose the same.
 
     Returns:
         The dispatcher, and the choice of "auto" with its reason; "" if the recipe names the dispatcher.

@@ -44,7 +44,7 @@ class ForwardChain:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int, token_weights: Tensor | None = None) -> Tensor | None:
-        """Run one batch; collective over all ranks. Each data-parallel rank has its own batch.
+        """Run one batch. Collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
             tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
@@ -82,7 +82,7 @@ class ForwardChain:
         self._pending_sends.clear()
 
     def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
-        """Broadcast a tensor from the last stage to the ranks of the same attention coordinates; collective over pp.
+        """Broadcast a tensor from the last stage to the ranks of the same attention coordinates. Collective over pp.
 
         Args:
             x: the tensor to send; elsewhere a tensor of the same shape and dtype.
@@ -135,7 +135,7 @@ class InferenceModel(ShardedStages):
 
     @contextmanager
     def writing_weights(self) -> Iterator[None]:
-        """Allow changes of the weights inside this context; collective where ranks read each other's experts.
+        """Allow changes of the weights inside this context. Collective where ranks read each other's experts.
 
         No rank enters while another rank generates, and all weights are complete at its end.
         """

@@ -40,7 +40,7 @@ def open_offload(train: TrainConfig, device: torch.device, rank: int) -> Activat
 
 
 def open_state_store(train: TrainConfig, device: torch.device) -> StateStore | None:
-    """Return the store of offloaded optimizer moments; None if the moments stay on the device."""
+    """Return the store of offloaded optimizer moments, or None if the moments stay on the device."""
     copy_engine = CopyEngine(device)
     min_bytes = train.offload_min_kib * 2**10
     match train.offload_optimizer:

@@ -94,7 +94,7 @@ def _describe_paths(paths: Sequence[str]) -> str:
 
 @contextmanager
 def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
-    """Prepare a model for forward passes without gradients, and return its stages; collective over all ranks.
+    """Prepare a model for forward passes without gradients, and return its stages. Collective over all ranks.
 
     The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP, and
     it is in evaluation mode. They must not change inside.
@@ -274,7 +274,7 @@ class PagedDecoder:
                 cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
-        """Run one pass; collective over all ranks. Each rank of dp and cp has its own rows, or none.
+        """Run one pass. Collective over all ranks. Each rank of dp and cp has its own rows, or none.
 
         Args:
             tokens_R: int64 [R].

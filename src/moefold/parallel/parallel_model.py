@@ -117,7 +117,7 @@ class ParallelModel(ShardedStages):
 
     @contextmanager
     def evaluating(self, passes: str, loss: LossFunction | None = None) -> Iterator[None]:
-        """Switch to evaluation inside this context, where the weights must not change; collective at its end.
+        """Switch to evaluation inside this context, where the weights must not change. Collective at its end.
 
         Args:
             passes: description of the passes, for an error.

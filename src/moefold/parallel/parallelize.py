@@ -90,7 +90,7 @@ def freeze_weights(stage: Transformer) -> None:
 
 
 def _module_graphs(cfg: Config, weight_cache: WeightCache) -> Callable[[Transformer], None] | None:
-    """Return the function that captures modules of a stage in CUDA graphs; None if the recipe captures none."""
+    """Return the function that captures modules of a stage in CUDA graphs, or None if the recipe captures none."""
     if cfg.run.cuda_graphs not in ("attention", "attention_router"):
         return None
     from moefold.parallel.cuda_graphs import CudaGraphRecorders

@@ -55,7 +55,7 @@ class PeerExperts:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let the ranks change their parts of the weights inside this context; collective over ep.
+        """Let the ranks change their parts of the weights inside this context. Collective over ep.
 
         No rank enters before all have stopped reading, and no rank leaves before all have written.
         """

@@ -137,7 +137,7 @@ class ReceivedWeights:
 
 
 class WeightReceiver:
-    """Receives the weights of the model that samples from the ranks that train; collective over the sampling ranks.
+    """Receives the weights of the model that samples from the ranks that train. Collective over the sampling ranks.
 
     Args:
         max_bucket_bytes: maximum bytes that this rank receives in one bucket.
@@ -167,7 +167,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self) -> ReceivedWeights:
-        """Wait for the next version of the weights, and write it to the model; collective over the sampling ranks."""
+        """Wait for the next version of the weights, and write it to the model. Collective over the sampling ranks."""
         with self._model.writing_weights():
             return self._receive()
 

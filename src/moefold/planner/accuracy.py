@@ -84,7 +84,7 @@ class PublishedRow:
         return self.cells[column].strip()
 
     def positive_int(self, column: str) -> int | None:
-        """Return the integer of a cell; None if it is empty."""
+        """Return the integer of a cell, or None if it is empty."""
         text = self[column]
         if text.lower() in EMPTY_CELLS:
             return None
@@ -525,7 +525,7 @@ def _unseen_errors() -> dict[str, float]:
 
 
 def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:
-    """Return the mean of the absolute errors; None if there are none."""
+    """Return the mean of the absolute errors, or None if there are none."""
     errors = [abs(p.error_pct) for p in predictions if p.error_pct is not None]
     return sum(errors) / len(errors) if errors else None
 
@@ -596,7 +596,7 @@ def _memory_model(model: str, gpu: str, workload: TrainingWorkload) -> MemoryMod
 
 
 def _fastest_fitting(model_spec: ModelSpec, case: PublishedCase) -> tuple[ParallelMapping, TrainingWorkload] | None:
-    """Return the fastest open choice that fits; None if none does."""
+    """Return the fastest open choice that fits, or None if none does."""
     cost_model = _cost_model(model_spec.name, case.gpu, case.workload)
     tried = (_first_fitting(model_spec, case, choice) for choice in _open_mappings(model_spec, case))
     return min(filter(None, tried), key=lambda found: cost_model.step_time(found[0]).total_s, default=None)

@@ -335,7 +335,7 @@ def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
 def resolve_sites(
     cfg: Config, device: Device, count: int | None, bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Config, SiteLink | None]:
-    """Return a recipe with the sites to plan for, and their link; None if no link is given, or there is one site.
+    """Return a recipe with the sites to plan for, and their link, or None if no link is given, or there is one site.
 
     Args:
         device: its device, whose link is the default.

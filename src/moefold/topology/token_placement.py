@@ -243,7 +243,7 @@ class _Packer:
             heapq.heappush(self._by_room, (-self._room[rank], rank))
 
     def _lightest_with_room(self, length: int) -> int | None:
-        """Return the rank with the fewest pairs among the first with room for a document; None without room."""
+        """Return the rank with the fewest pairs among the first with room for a document, or None without room."""
         passed: list[tuple[int, int]] = []
         lightest = None
         while self._by_pairs and len(passed) < MAX_FITTING_RANKS:

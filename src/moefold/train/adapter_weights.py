@@ -30,7 +30,7 @@ class AdapterWeights:
     def open(
         lora: LoraConfig, checkpoint: CheckpointConfig, groups: ParallelGroups, resumed: Path | None
     ) -> "AdapterWeights":
-        """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from; collective.
+        """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from. Collective.
 
         Args:
             resumed: the checkpoint to resume from; None for a new run.
@@ -73,7 +73,7 @@ def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model:
 
 
 def _find_base(checkpoint: CheckpointConfig, resumed: Path | None) -> tuple[Path | None, str, str]:
-    """Return the folder of the base weights, its digest, and the reason why they cannot be used; local."""
+    """Return the folder of the base weights, its digest, and the reason why they cannot be used. Local."""
     try:
         if resumed is not None:
             stored = read_meta(resumed).lora

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def open_data(
     cfg: Config, groups: ParallelGroups, model: ParallelModel, position: Position, data: "ProgramData | None"
 ) -> tuple[DataLoader, list[StageCallback]]:
-    """Return the data loader and the callbacks that need it; collective."""
+    """Return the data loader and the callbacks that need it. Collective."""
     loader = DataLoader(cfg, groups, model.positions, position, data)
     callbacks: list[StageCallback] = [PeriodicEvaluation(cfg.train, cfg.run.steps)]
     if chosen_in(cfg.align, AlignmentPart).has_reference:
@@ -47,7 +47,7 @@ def open_rollouts(
     link: "JobLink | None",
     resources: ExitStack,
 ) -> "tuple[RolloutLoader, list[StageCallback]]":
-    """Return the source of rollouts and the callbacks that need it; collective.
+    """Return the source of rollouts and the callbacks that need it. Collective.
 
     Args:
         resources: ends the processes that compute rewards.

@@ -42,7 +42,7 @@ class MicroBatchSetPlacer:
         """True if ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
-        """Return the batch with placements if ranks share attention work; collective over dp."""
+        """Return the batch with placements if ranks share attention work. Collective over dp."""
         if self.moves_tokens or not self._shares_work or not batch.document_bounds:
             return batch
         return replace(batch, document_bounds=self._place_sets(batch.document_bounds))
@@ -50,7 +50,7 @@ class MicroBatchSetPlacer:
     def move_tokens(
         self, columns: Columns, bounds: Sequence[DocumentBounds]
     ) -> tuple[dict[str, NDArray[Any]], tuple[DocumentBounds, ...]]:
-        """Send the tokens of this data-parallel rank's samples to the ranks of their slots; collective over dp.
+        """Send the tokens of this data-parallel rank's samples to the ranks of their slots. Collective over dp.
 
         Args:
             columns: columns of this rank's samples, equal on its cp ranks.
@@ -81,7 +81,7 @@ class MicroBatchSetPlacer:
         return {name: _as_rows(values, num_samples) for name, values in placed_columns.items()}, placed
 
     def _place_sets(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
-        """Return the bounds with the placement of each micro-batch set; collective over dp.
+        """Return the bounds with the placement of each micro-batch set. Collective over dp.
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """

@@ -72,7 +72,7 @@ class BatchBuilder:
         return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def count_inputs(self, samples: SampleBatch) -> InputCount:
-        """Count the inputs of a global batch for `build_batch`; collective over dp.
+        """Count the inputs of a global batch for `build_batch`. Collective over dp.
 
         Args:
             samples: the samples of this rank, the same number as on each other rank.
@@ -82,7 +82,7 @@ class BatchBuilder:
         return InputCount(int(num_tokens[0]), is_token.size * self._dp_group.size)
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over the data-parallel ranks; collective over dp."""
+        """Sum over the data-parallel ranks. Collective over dp."""
         sums: NDArray[np.float64] = (
             all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
         )
@@ -204,7 +204,7 @@ class BatchSharder(BatchBuilder):
         return weighted, num_samples
 
     def to_eval_batches(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
-        """Build the batches of an evaluation; collective as `to_batch`."""
+        """Build the batches of an evaluation. Collective as `to_batch`."""
         return self._normalize_weights(weighted, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:

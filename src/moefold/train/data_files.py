@@ -26,7 +26,7 @@ class DataFingerprints:
 
 
 def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
-    """Fingerprint the data files on rank 0 and compare them with every rank's; collective over the world.
+    """Fingerprint the data files on rank 0 and compare them with every rank's. Collective over the world.
 
     Raises:
         ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
@@ -59,7 +59,7 @@ class RunDataFiles:
     """The data files of a run, as they are now and as the run began with them."""
 
     def __init__(self, order: SampleOrder, data: DataConfig, position: Position) -> None:
-        """Fingerprint the files; collective.
+        """Fingerprint the files. Collective.
 
         Raises:
             ConfigError: ranks see different files.

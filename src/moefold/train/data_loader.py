@@ -49,7 +49,7 @@ class DataLoader:
         position: Position,
         program_data: ProgramData | None = None,
     ) -> None:
-        """Fingerprint the data files; collective.
+        """Fingerprint the data files. Collective.
 
         Raises:
             ConfigError: ranks see different files.
@@ -70,7 +70,7 @@ class DataLoader:
         self._can_drop_files = cfg.data.drops_files
 
     def open(self, meta: CheckpointMeta | None) -> None:
-        """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
+        """Open the samples of a run, continuing a checkpoint's samples if its data is the same. Collective.
 
         Raises:
             ConfigError: as `open_dataset`, or all files are lost.
@@ -158,7 +158,7 @@ class DataLoader:
         return self._validation_sharder.to_eval_batches(parts, count)
 
     def _read_consistently(self, read: Callable[[], T]) -> T:
-        """Read, and retry without the files that fail on any rank; collective if files may be dropped."""
+        """Read, and retry without the files that fail on any rank. Collective if files may be dropped."""
         while True:
             read_error: BrokenShardError | OutOfVocabError | None = None
             result: T | None = None
@@ -176,7 +176,7 @@ class DataLoader:
             self._drop_files(unreadable)
 
     def _gather_unreadable_files(self, error: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
-        """Return the files that any rank failed to read, with cause and rank of the first failure; collective."""
+        """Return the files that any rank failed to read, with cause and rank of the first failure. Collective."""
         world = self._groups.world
         raised = torch.full((1,), float(error is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):
@@ -234,7 +234,7 @@ def _rank_and_host(rank: int) -> str:
 def resolve_token_files(
     model: ModelConfig, data: DataConfig, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
 ) -> TokenFileSet | None:
-    """Return the token files of a run, with its dropped files; collective over the world.
+    """Return the token files of a run, with its dropped files. Collective over the world.
 
     Args:
         meta: metadata of the checkpoint whose data the run continues; None for a new run.

@@ -124,7 +124,7 @@ def _drop_frames(error: Exception) -> None:
 
 
 def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
-    """Return the section that resumes from the newest checkpoint of this run, if it has saved one; collective.
+    """Return the section that resumes from the newest checkpoint of this run, if it has saved one. Collective.
 
     All ranks learn of the saves, because a spare took part in none of them.
     """

@@ -256,7 +256,7 @@ def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder)
 
 
 def _read_settings(folder: Path) -> Settings | None:
-    """Return the settings of the run in a folder; None if they cannot be read."""
+    """Return the settings of the run in a folder, or None if they cannot be read."""
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         return _flatten(upgraded(tree)[0])

@@ -90,7 +90,7 @@ class StepResult:
         return losses | {name: value for name, value in others.items() if value} | {"gradient norm": self.grad_norm}
 
     def mismatch(self, limit: float | None) -> Mismatch | None:
-        """Return the mismatch of sampler and training; None without a limit or a trained token."""
+        """Return the mismatch of sampler and training, or None without a limit or a trained token."""
         mean = self.loss_metrics.get(MISMATCH)
         return None if limit is None or mean is None else Mismatch(mean, limit)
 

@@ -132,7 +132,7 @@ class TrainingStep:
         return checkpoint_state(*self._stored(), self.optimizer, self.optimized)
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load weights, buffers and moments from a checkpoint; collective. A new run has its initial weights."""
+        """Load weights, buffers and moments from a checkpoint. Collective. A new run has its initial weights."""
         if path is not None:
             load_checkpoint(path, *self._stored(), self.optimizer, self.optimized)
 
@@ -206,7 +206,7 @@ class TrainingStep:
             self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
-        """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer; local.
+        """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer. Local.
 
         Every rank must call it at the same step, or replicas diverge.
         """
@@ -251,7 +251,7 @@ class TrainingStep:
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":
-        """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction; collective."""
+        """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction. Collective."""
         from moefold.train.nonfinite import NonFiniteReport, RankNonFinite, is_finite, nonfinite_parameters
 
         device = self.model.groups.device
@@ -291,7 +291,7 @@ class TrainingStep:
             self.router_replay.begin_step(step, batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the sum of the loss terms over the validation batches; collective."""
+        """Return the sum of the loss terms over the validation batches. Collective."""
         loss, _ = self.evaluate_or_stop(batches, None)
         assert loss is not None
         return loss
@@ -299,7 +299,7 @@ class TrainingStep:
     def evaluate_or_stop(
         self, batches: Sequence[Batch], flags: StopFlags | None
     ) -> tuple[float | None, tuple[int, ...]]:
-        """Compute the loss as `evaluate` does, unless a rank raises a stop flag; collective.
+        """Compute the loss as `evaluate` does, unless a rank raises a stop flag. Collective.
 
         Args:
             flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.

@@ -46,7 +46,7 @@ class Trainer:
         link: "JobLink | None" = None,
         history: SaveHistory | None = None,
     ) -> None:
-        """Build the model and open the data; collective.
+        """Build the model and open the data. Collective.
 
         Args:
             messages: lines to log before all others.
@@ -83,7 +83,7 @@ class Trainer:
         self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))
 
     def run(self, stop: StopSignals) -> int:
-        """Train to the last step or until a signal, and return the exit status; collective.
+        """Train to the last step or until a signal, and return the exit status. Collective.
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.

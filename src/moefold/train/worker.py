@@ -106,7 +106,7 @@ class ProgramHooks:
 
 
 def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
-    """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""
+    """Return the outcome of a run whose checkpoint has all steps already, or None if steps are left."""
     if not setup.is_finished:
         return None
     run_dir = Path(setup.folder.cfg.run.dir)
@@ -201,7 +201,7 @@ class _RankRun:
         return TrainOutcome(0, Path(cfg.run.dir))
 
     def train(self) -> TrainOutcome:
-        """Choose the run folder and train in it, through losses of ranks if the recipe regroups; collective."""
+        """Choose the run folder and train in it, through losses of ranks if the recipe regroups. Collective."""
         job = self.job
         job.watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
@@ -227,7 +227,7 @@ class _RankRun:
     def train_membership(
         self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory
     ) -> int:
-        """Train with the existing process group to the last step or a signal; collective. Frees all it has built.
+        """Train with the existing process group to the last step or a signal. Collective. Frees all it has built.
 
         Args:
             messages: lines to log before all others; empty at the start of the job, which has its own.
@@ -330,7 +330,7 @@ class _RunLocks:
 
 
 def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcome:
-    """Train with the processes of the program as ranks; collective over its default process group.
+    """Train with the processes of the program as ranks. Collective over its default process group.
 
     Raises:
         ConfigError: the recipe cannot be trained here; on all ranks.

@@ -292,7 +292,7 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
 
 
 def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that is not read under its conditions; None if it is read."""
+    """Return reason and remedy for a key that is not read under its conditions, or None if it is read."""
     for condition_mark in marks:
         conditions = condition_mark.conditions.split()
         values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}

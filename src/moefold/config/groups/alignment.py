@@ -191,7 +191,7 @@ class PreferencePart(AlignmentPart):
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
     def formula(self) -> PreferenceFormula | None:
-        """Return the loss of one pair; None if it has no formula."""
+        """Return the loss of one pair, or None if it has no formula."""
         return None
 
 

@@ -298,7 +298,7 @@ class AttentionPart(Part):
         return 0
 
     def saved(self, sizes: "LayerSizes") -> Counter[str] | None:
-        """Return the bytes saved for backward by part of the model, without the input; None if it is unknown."""
+        """Return the bytes saved for backward by part of the model, without the input, or None if it is unknown."""
         return None
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str] | None:
@@ -380,7 +380,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the layer's own indexer; None if the layer attends to all keys, or shares an earlier selection."""
+        """Return the layer's own indexer, or None if the layer attends to all keys, or shares an earlier selection."""
         return None if self.shares_selection else self.indexer
 
     @property

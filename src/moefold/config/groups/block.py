@@ -39,7 +39,7 @@ class ResidualPart(Part):
     (Granite)."""
 
     def formula(self) -> ResidualFormula | None:
-        """Return the stream in float64; None if it has no formula."""
+        """Return the stream in float64, or None if it has no formula."""
         return None
 
 
@@ -81,5 +81,5 @@ class ActivationPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[["Tensor", "Tensor"], "Tensor"] | None:
-        """Return the hidden values of gate and up projections in float64; None if it has no formula."""
+        """Return the hidden values of gate and up projections in float64, or None if it has no formula."""
         return None

@@ -215,7 +215,7 @@ class DispatcherPart(Part):
         return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
     def receive_capacity(self, routed: int) -> int | None:
-        """Return the capacity of the receive buffer of a rank in rows; None if the buffer grows as needed.
+        """Return the capacity of the receive buffer of a rank in rows, or None if the buffer grows as needed.
 
         Args:
             routed: routed tokens of a rank, and the rows that it receives under balanced routing.
@@ -250,7 +250,7 @@ class DispatcherPart(Part):
         return 0
 
     def build(self, groups: Any, sizes: DispatchSizes) -> Any:
-        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called if ep*etp is 1.
+        """Return the `Dispatcher` of all layers, with its buffers. Collective. Not called if ep*etp is 1.
 
         Args:
             groups: process groups of the experts, a `MoEGroups`.
@@ -281,5 +281,5 @@ class WirePart(Part):
         return float(computed_bytes)
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the rounding of the input of the experts, [..., H]; None if it has no formula."""
+        """Return the rounding of the input of the experts, [..., H], or None if it has no formula."""
         return None

@@ -36,7 +36,7 @@ class DropPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]] | None:
-        """Return a function that sorts the queue of an expert; None if it has no formula."""
+        """Return a function that sorts the queue of an expert, or None if it has no formula."""
         return None
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:

@@ -81,7 +81,7 @@ class FeedForwardPart(Part):
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the network in float64; None if it has no formula."""
+        """Return the network in float64, or None if it has no formula."""
         return None
 
     @property

@@ -63,7 +63,7 @@ class IndexerPart(Part):
         yield from ()
 
     def formula(self) -> IndexerFormula | None:
-        """Return the formula of the selection scores; None if an earlier layer selects the keys."""
+        """Return the formula of the selection scores, or None if an earlier layer selects the keys."""
         return None
 
     @property

@@ -62,5 +62,5 @@ class LossPart(Part):
         raise NotImplementedError
 
     def formula(self) -> OracleLoss | None:
-        """Return the sum of the terms for the oracle; None if it has no formula."""
+        """Return the sum of the terms for the oracle, or None if it has no formula."""
         return None

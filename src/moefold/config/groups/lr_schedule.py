@@ -34,7 +34,7 @@ class LrSchedulePart(Part):
         return f"the {self.kind} ends at {self.rate(peak, first, steps, steps):.3g} in step {steps:,}"
 
     def formula(self) -> Callable[[float, int, int, int], float] | None:
-        """Return a second implementation of `rate`, for the oracle; None if it has no formula."""
+        """Return a second implementation of `rate`, for the oracle, or None if it has no formula."""
         return None
 
 

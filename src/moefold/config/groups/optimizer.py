@@ -81,10 +81,10 @@ class ForwardPasses(Protocol):
         """Return the gradient, given the loss of each pass, summed over all ranks."""
 
     def update(self, projected_gradient: float) -> None:
-        """Update the weights by a rounded gradient; local."""
+        """Update the weights by a rounded gradient. Local."""
 
     def restore(self) -> None:
-        """Set the weights back to their values before the step; local."""
+        """Set the weights back to their values before the step. Local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class OptimizerPart(Part):
         raise missing_method(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
-        """Return a second implementation of the update, for the oracle; None if it has no formula.
+        """Return a second implementation of the update, for the oracle, or None if it has no formula.
 
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
         step subtracts from the weight at learning rate 1, including weight decay; or a function of the learning rate,

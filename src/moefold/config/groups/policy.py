@@ -76,7 +76,7 @@ class ObjectivePart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[[OracleToken], "Tensor"] | None:
-        """Return the loss of one token, 0-dim; None if it has no formula."""
+        """Return the loss of one token, 0-dim, or None if it has no formula."""
         return None
 
 
@@ -126,7 +126,7 @@ class CorrectionPart(Part):
         raise NotImplementedError
 
     def formula(self) -> CorrectionFormula | None:
-        """Return the factor of one token; None if it has no formula."""
+        """Return the factor of one token, or None if it has no formula."""
         return None
 
 
@@ -152,7 +152,7 @@ class KlPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the penalty of one token from the ratio reference / policy, 0-dim; None if it has no formula."""
+        """Return the penalty of one token from the ratio reference / policy, 0-dim, or None if it has no formula."""
         return None
 
 

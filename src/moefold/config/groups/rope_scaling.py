@@ -59,7 +59,7 @@ class RopeScalingPart(Part):
         return 0
 
     def formula(self) -> RopeFormula | None:
-        """Return the scaling in float64; None if it has no formula."""
+        """Return the scaling in float64, or None if it has no formula."""
         return None
 
 

@@ -111,11 +111,11 @@ class RouterScorePart(WeightedChoice, Part):
         return None
 
     def fused_options(self) -> dict[str, bool] | None:
-        """Return the options of the fused router kernel for this score; None if not supported by the kernel."""
+        """Return the options of the fused router kernel for this score, or None if not supported by the kernel."""
         return None
 
     def formula(self) -> ScoreFormula | None:
-        """Return the score function in float64; None if it has no formula."""
+        """Return the score function in float64, or None if it has no formula."""
         return None
 
 
@@ -151,11 +151,11 @@ class RouterSoftmaxPart(WeightedChoice, Part):
     """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice if all logits are equal; None if it is not fixed."""
+        """Return the weight of a choice if all logits are equal, or None if it is not fixed."""
         return 1 / num_experts
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
-        """Return a function from the softmax to the whole score function in float64; None if it has no formula."""
+        """Return a function from the softmax to the whole score function in float64, or None if it has no formula."""
         return None
 
 
@@ -265,7 +265,7 @@ class ChoicePart(Part):
             yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", way_out)
 
     def formula(self) -> ChoiceFormula | None:
-        """Return the choice in float64; None if it has no formula."""
+        """Return the choice in float64, or None if it has no formula."""
         return None
 
 
@@ -295,5 +295,5 @@ class BalanceScopePart(Part):
         return self.accumulates or self.keeps_counts
 
     def formula(self) -> BalanceFormula | None:
-        """Return the pairs of counts and scores in float64; None if it has no formula."""
+        """Return the pairs of counts and scores in float64, or None if it has no formula."""
         return None

@@ -18,10 +18,10 @@ class OwnedParameters(Protocol):
     """Parameters by name; the site's own experts replace all experts."""
 
     def take_gradients(self) -> None:
-        """Give the parameters their gradients, before the optimizer's step; local."""
+        """Give the parameters their gradients, before the optimizer's step. Local."""
 
     def drop_gradients(self) -> None:
-        """Free the gradients of the experts, after the optimizer's step; local."""
+        """Free the gradients of the experts, after the optimizer's step. Local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SiteMethodPart(Part):
     def own_parameters(
         self, parameters: "Mapping[str, Parameter]", experts: Collection[str], count: int, number: int
     ) -> OwnedParameters:
-        """Return the parameters that a site with `owns_experts` trains; local.
+        """Return the parameters that a site with `owns_experts` trains. Local.
 
         Args:
             parameters: the trained parameters of this rank, by name.

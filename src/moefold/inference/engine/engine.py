@@ -119,7 +119,7 @@ class GenerationEngine:
 
     @contextmanager
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["GenerationSession"]:
-        """Open a generation, which accepts new requests while others run; collective over all ranks.
+        """Open a generation, which accepts new requests while others run. Collective over all ranks.
 
         The weights must not change inside this context. Requests with a grammar need `constrain`.
         """
@@ -147,7 +147,7 @@ class GenerationEngine:
         on_token: TokenCallback | None = None,
         is_complete: StopCondition | None = None,
     ) -> list[Completion]:
-        """Generate a completion of every request, in their order; collective over all ranks.
+        """Generate a completion of every request, in their order. Collective over all ranks.
 
         Args:
             requests: requests of this data-parallel rank, possibly none.
@@ -178,7 +178,7 @@ class GenerationEngine:
         return self._with_merged_routing([completion for completion in completions if completion is not None])
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
-        """Merge the recorded experts of all tensor-parallel ranks; collective over tp."""
+        """Merge the recorded experts of all tensor-parallel ranks. Collective over tp."""
         routed = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
         if not routed:
             return completions
@@ -245,7 +245,7 @@ class GenerationSession:
         return self._scheduler.num_preemptions
 
     def any_rank_has_work(self) -> bool:
-        """Return whether this rank must take part in another `step`; collective over the ranks that step together."""
+        """Return whether this rank must take part in another `step`. Collective over the ranks that step together."""
         if not self._steps_together:
             return self._scheduler.has_work
         groups = self._chain.groups
@@ -253,7 +253,7 @@ class GenerationSession:
         return bool(all_reduce_max(flag, groups.attn.stage))
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
-        """Run one forward pass, without rows if this rank has no work, and return the new tokens; collective."""
+        """Run one forward pass, without rows if this rank has no work, and return the new tokens. Collective."""
         work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
@@ -291,7 +291,7 @@ class GenerationSession:
         return scored
 
     def _record_prompt_scores(self, logits_MV: Tensor | None, scored: Sequence["_ScoredToken"]) -> None:
-        """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
+        """Record the log-probabilities of tokens of prompts. Collective over the ranks of these requests."""
         groups = self._chain.groups
         alternatives = [self._open[token.request_id].request.prompt_alternatives or 0 for token in scored]
         count = max(alternatives)

@@ -223,7 +223,7 @@ class PassScheduler:
         return state_copies
 
     def _decode_segment(self, sample: _Sample) -> PassSegment | None:
-        """Return the last token of a sample, whose others are cached; None without a page for it."""
+        """Return the last token of a sample, whose others are cached, or None without a page for it."""
         first = sample.num_cached
         if not self._reserve(sample, 1, sample.request_id):
             return None
@@ -231,7 +231,7 @@ class PassScheduler:
         return PassSegment(sample.tokens[first:], first, sample.table, sample.request_id, self._state_slot(sample))
 
     def _prefill_segment(self, sample: _Sample, room: int) -> PassSegment | None:
-        """Return the next tokens of a prompt, at most `room`; None without room or pages."""
+        """Return the next tokens of a prompt, at most `room`, or None without room or pages."""
         assert sample.prefix is not None or sample.num_pending, "a drawn token was neither appended nor finished"
         sequence: _Sequence = sample if sample.prefix is None else sample.prefix
         count = self._reserve(sequence, min(sequence.num_pending, room), sample.request_id)
@@ -279,7 +279,7 @@ class PassScheduler:
             sample.prefix = prefix if prefix is not None else self._new_prefix(sample)
 
     def _new_prefix(self, sample: _Sample) -> _Sequence | None:
-        """Return the shared part of a prompt as a new sequence; None if no other sample would share it."""
+        """Return the shared part of a prompt as a new sequence, or None if no other sample would share it."""
         is_shared = self._limits.share_prompts and self._num_unfinished[sample.prompt] > 1 and not sample.scores_prompt
         if not is_shared or len(sample.prompt) == 1:
             return None

@@ -61,7 +61,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _decoded(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
-    """Return the JSON value at a place and its end; None if it may be incomplete."""
+    """Return the JSON value at a place and its end, or None if it may be incomplete."""
     try:
         return _DECODER.raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError) as error:

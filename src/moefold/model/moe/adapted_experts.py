@@ -49,7 +49,7 @@ def adapted_experts(
     probs_R: Tensor | None = None,
     gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
-    """Compute frozen experts with their adapters; local.
+    """Compute frozen experts with their adapters. Local.
 
     Args:
         weights: weights of the experts, in the dtype of x; no gradient.

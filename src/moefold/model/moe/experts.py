@@ -85,7 +85,7 @@ class Experts(nn.Module):
         return self.weights if self.peer_weights is None else self.peer_weights
 
     def forward(self, expert_input: ExpertInput) -> Tensor:
-        """Apply each expert to its tokens; local unless experts are migrated.
+        """Apply each expert to its tokens. Local unless experts are migrated.
 
         Returns:
             [R, H]; under etp a partial sum over F, from this rank's weights. With a `permute_map` [T, H].
@@ -164,7 +164,7 @@ def fused_experts(
     probs_R: Tensor | None = None,
     wgrad_store: WeightGradStoreProtocol | None = None,
 ) -> Tensor:
-    """Compute the routed experts with the given operations; local.
+    """Compute the routed experts with the given operations. Local.
 
     Args:
         x: tokens sorted by expert [R, H], or with a `permute_map` the unsorted tokens [T, H].
@@ -213,7 +213,7 @@ class LatentProjection(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """Project the tokens of this rank, [T, in] -> [T, out]; local."""
+        """Project the tokens of this rank, [T, in] -> [T, out]. Local."""
         return linear(
             x_TH,
             local_param(self.weight, x_TH.dtype),

@@ -91,7 +91,7 @@ def _supports(x: Tensor, weight: Tensor, *more: Tensor) -> bool:
 
 
 def _row_stride(x: Tensor) -> int | None:
-    """Return the stride of the rows of [..., H]; None if it is not uniform or elements are not contiguous."""
+    """Return the stride of the rows of [..., H], or None if it is not uniform or elements are not contiguous."""
     dims = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     rows = [(count, stride) for count, stride in dims if count != 1]
     is_contiguous = x.stride(-1) == 1 or x.shape[-1] == 1

@@ -25,7 +25,7 @@ def mark_weight(weight: Tensor, parameter: Tensor) -> None:
 
 
 def weight_identity(tensor: Tensor) -> object | None:
-    """Return the identity of a parameter, given a view or a cast of it; None for other tensors."""
+    """Return the identity of a parameter, given a view or a cast of it, or None for other tensors."""
     return getattr(tensor.untyped_storage(), _IDENTITY, None)
 
 

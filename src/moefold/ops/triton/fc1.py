@@ -129,7 +129,7 @@ def fc1(
     clamp: tuple[float, float] | None = None,
     tile_config: TileConfig | None = None,
 ) -> None:
-    """Compute gate and up projections of each row, and the hidden values; local, without a device sync.
+    """Compute gate and up projections of each row, and the hidden values. Local, without a device sync.
 
     Args:
         x: rows of unit stride, [R, H], or [any, H] with `source_R`.

@@ -221,7 +221,7 @@ def grouped_gemm(
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert, [R, N]; local, without a device sync.
+    """Multiply each row by the matrix of its expert, [R, N]. Local, without a device sync.
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.

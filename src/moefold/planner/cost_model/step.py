@@ -334,7 +334,7 @@ class CostModel:
         return mixer, self.layer_costs.feed_forward(kind, mapping)
 
     def attention_peers(self, mapping: ParallelMapping) -> AttentionPeers | None:
-        """Return the ranks that wait for each other's attention; None if samples hold no documents."""
+        """Return the ranks that wait for each other's attention, or None if samples hold no documents."""
         w = self.workload
         if w.attention is None:
             return None

@@ -57,7 +57,7 @@ class Checkpointing(StageCallback):
     stage = CallbackStage.SAVE
 
     def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
-        """Take over the snapshots of this process, and open the saver; collective if it saves in the background.
+        """Take over the snapshots of this process, and open the saver. Collective if it saves in the background.
 
         Args:
             history: checkpoints of the run that this process knows; None for a new process.
@@ -79,7 +79,7 @@ class Checkpointing(StageCallback):
         self.initial_states = self._history.initial_states
 
     def resume(self, context: TrainingContext) -> Resume:
-        """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        """Open the data, and load the checkpoint to resume from or the initial weights. Collective."""
         context.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
         self.saver.open_folder()
         if self.restored_step is not None:
@@ -123,7 +123,7 @@ class Checkpointing(StageCallback):
         return "" if adapters.base is None else self._load_weights(context, adapters.base)
 
     def _resume_from_peers(self, context: TrainingContext, step: int) -> None:
-        """Restore the run from the snapshots of a step, and certify the result; collective.
+        """Restore the run from the snapshots of a step, and certify the result. Collective.
 
         Raises:
             RunError: a shard is lost, or the certificate fails; on every rank.
@@ -160,7 +160,7 @@ class Checkpointing(StageCallback):
         self._take_snapshot(context)
 
     def _take_snapshot(self, context: TrainingContext) -> None:
-        """Copy the state to the memory of this rank and of its peer, if the recipe asks for it; collective."""
+        """Copy the state to the memory of this rank and of its peer, if the recipe asks for it. Collective."""
         if self.snapshots is None or not self._cfg.checkpoint.peer_every:
             return
         context.groups.recorder.set_phase("copying the state to a peer")
@@ -175,7 +175,7 @@ class Checkpointing(StageCallback):
         self.total_save_s += blocked_s
 
     def roll_back(self, context: TrainingContext, step_fault: "StepFault") -> Resume:
-        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
+        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on. Collective.
 
         Raises:
             RunError: there is no checkpoint yet.
@@ -199,7 +199,7 @@ class Checkpointing(StageCallback):
         return resume
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Save a checkpoint if one is due; collective."""
+        """Save a checkpoint if one is due. Collective."""
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
@@ -223,7 +223,7 @@ class Checkpointing(StageCallback):
         self.saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
 
     def save(self, context: TrainingContext) -> None:
-        """Save a checkpoint; collective."""
+        """Save a checkpoint. Collective."""
         context.groups.recorder.set_phase("saving a checkpoint")
         for prepare in context.before_save:
             prepare()
@@ -235,7 +235,7 @@ class Checkpointing(StageCallback):
         self._history.saved_step = context.position.step
 
     def _load(self, context: TrainingContext, path: Path) -> None:
-        """Restore the run from a checkpoint; collective."""
+        """Restore the run from a checkpoint. Collective."""
         meta = read_meta(path)
         if self._cfg.sites.is_active or meta.state_of("sites"):
             from moefold.train.sites.outer_state import check_expert_owner
@@ -245,7 +245,7 @@ class Checkpointing(StageCallback):
         self._load_states(context, meta, path)
 
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
-        """Restore all objects of the run, or the objects without tensors if there is no path; collective."""
+        """Restore all objects of the run, or the objects without tensors if there is no path. Collective."""
         context.states.load(meta.states, path)
         self.checkpoint_dp = meta.dp
         self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))

@@ -13,7 +13,7 @@ class KernelChoices(StageCallback):
         self._is_settled = False
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Choose once; collective if kernels are measured."""
+        """Choose once. Collective if kernels are measured."""
         if self._is_settled:
             return
         self._is_settled = True

@@ -30,7 +30,7 @@ class ReferenceModel:
     """Computes log-probabilities of batches under reference weights."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Build the model; collective. It has the weights of a new run of the recipe."""
+        """Build the model. Collective. It has the weights of a new run of the recipe."""
         self._cfg = cfg
         self._groups = groups
         self._capture = LogProbCapture(cfg.rollout.temperature)
@@ -51,7 +51,7 @@ class ReferenceModel:
         return cfg.checkpoint.start
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names, with the initial adapters for rl.reference="start"; collective.
+        """Load the weights that rl.reference names, with the initial adapters for rl.reference="start". Collective.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
@@ -77,7 +77,7 @@ class ReferenceModel:
         return folder
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective.
+        """Return the log-probability of each label of this rank's shard, [N, S/cp]. Collective.
 
         Pipeline ranks other than the last return zeros.
         """
@@ -86,7 +86,7 @@ class ReferenceModel:
         return label_log_probs(self._model, self._capture, batch, "the reference model")
 
     def copy_from(self, policy: ParallelModel) -> None:
-        """Take the weights of the policy, shard by shard; local."""
+        """Take the weights of the policy, shard by shard. Local."""
         targets = {**self._model.named_parameters, **self._model.named_buffers}
         with torch.no_grad():
             for name, tensor in {**policy.named_parameters, **policy.named_buffers}.items():
@@ -144,7 +144,7 @@ class KLReference:
         return self._model.entries() if self._model is not None and self._plateau.num_resets else {}
 
     def load_tensors(self, path: Path | None, *, is_of_rl: bool) -> None:
-        """Load the weights of the model, after `load_state_dict`; collective.
+        """Load the weights of the model, after `load_state_dict`. Collective.
 
         Raises:
             ConfigError: the weights cannot be read.

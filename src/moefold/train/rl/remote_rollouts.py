@@ -119,7 +119,7 @@ class RemoteRollouts:
 
 
 class SamplingWorker:
-    """Samples the rounds that training rank 0 orders; collective over the sampling ranks.
+    """Samples the rounds that training rank 0 orders. Collective over the sampling ranks.
 
     Args:
         link: link to the training ranks, which have `RemoteRollouts`.

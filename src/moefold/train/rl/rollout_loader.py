@@ -94,7 +94,7 @@ class RolloutLoader:
         position: Position,
         link: JobLink | None,
     ) -> None:
-        """Fingerprint the prompt files; collective."""
+        """Fingerprint the prompt files. Collective."""
         self._cfg = cfg
         self._groups = groups
         self._position = position
@@ -163,7 +163,7 @@ class RolloutLoader:
         self.kl_reference.load_state_dict(self._loaded)
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load the rollouts that are not trained on yet, and the reference model; collective.
+        """Load the rollouts that are not trained on yet, and the reference model. Collective.
 
         Raises:
             ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.
@@ -225,7 +225,7 @@ class RolloutLoader:
         return []
 
     def evaluate_reward(self) -> float | None:
-        """Return the mean reward of greedy completions of held-out prompts; None without rewards. Collective.
+        """Return the mean reward of greedy completions of held-out prompts, or None without rewards. Collective.
 
         Raises:
             RunError: a reward function failed.

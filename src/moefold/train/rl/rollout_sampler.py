@@ -35,7 +35,7 @@ class PromptPosition:
 
 
 class RoundSampler:
-    """Samples and scores rounds of rollouts by a model; collective over the ranks of its mapping.
+    """Samples and scores rounds of rollouts by a model. Collective over the ranks of its mapping.
 
     Args:
         records_routing: whether rounds contain the chosen experts, for routing replay.
@@ -121,7 +121,7 @@ class RoundSampler:
     def _collect(
         self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
     ) -> CollectedRollouts:
-        """Sample and score completions of some prompts; collective."""
+        """Sample and score completions of some prompts. Collective."""
         rl = self._cfg.rl
         max_tokens = self._cfg.rollout.max_tokens
         return self._collector.collect(

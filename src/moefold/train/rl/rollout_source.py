@@ -30,7 +30,7 @@ class RolloutModel:
     """The sampling model `model`, the process groups `groups` of its mapping, and its recipe `cfg`."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups, trained: ParallelModel) -> None:
-        """Build a second model if the recipe has another mapping for sampling; collective."""
+        """Build a second model if the recipe has another mapping for sampling. Collective."""
         self.model: ParallelModel | InferenceModel = trained
         self.groups = groups
         self.cfg = cfg
@@ -44,7 +44,7 @@ class RolloutModel:
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:
-        """Return the engine of rollout.engine="vllm", created once; None for our own engine. Collective.
+        """Return the engine of rollout.engine="vllm", created once, or None for our own engine. Collective.
 
         Raises:
             ConfigError: rollout.folder holds another model, or cannot be written to.
@@ -77,7 +77,7 @@ class RolloutModel:
 
 
 class RolloutSource(Protocol):
-    """Source of rounds of rollouts, which arrive in the order of the requests; collective over the training ranks."""
+    """Source of rounds of rollouts, which arrive in the order of the requests. Collective over the training ranks."""
 
     @property
     def num_ordered(self) -> int:
@@ -126,7 +126,7 @@ class LocalRollouts:
         return len(self._rounds)
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
-        """Sample rounds with the current weights, see `RolloutSource.order`; collective.
+        """Sample rounds with the current weights, see `RolloutSource.order`. Collective.
 
         Raises:
             RunError: a reward function failed.
@@ -180,7 +180,7 @@ class LocalSampling:
             self.evaluator = RoundSampler(cfg, model, groups, reward, tokenizer)
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
-        """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`; collective."""
+        """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`. Collective."""
         if self.evaluator is self.sampler:
             self.model.update()
         return self.evaluator.evaluate(prompts)

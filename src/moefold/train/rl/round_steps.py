@@ -31,7 +31,7 @@ class RoundStep:
 
 
 class RoundSteps:
-    """Builds the steps of rounds, and prepares the model for each; collective.
+    """Builds the steps of rounds, and prepares the model for each. Collective.
 
     Args:
         pack: packs the rollouts of one step, and returns the rows of this rank.
@@ -112,7 +112,7 @@ class RoundSteps:
     def _fetch_routing(
         self, sampled: SampledRouting | None, groups: Sequence[RolloutGroup], rows: StepRows
     ) -> BatchRouting | None:
-        """Get the experts that were chosen for the rows of one step; None without replay."""
+        """Get the experts that were chosen for the rows of one step, or None without replay."""
         if self._replay is None:
             return None
         assert sampled is not None

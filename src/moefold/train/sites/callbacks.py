@@ -95,7 +95,7 @@ class SiteRounds(StageCallback):
         """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, context: TrainingContext) -> None:
-        """Meet the other sites; collective.
+        """Meet the other sites. Collective.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
@@ -123,7 +123,7 @@ class SiteRounds(StageCallback):
             self._receive_state(context)
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Apply the round that is due, and begin one; collective."""
+        """Apply the round that is due, and begin one. Collective."""
         is_last = step.number == self._run.steps
         outer = outer_of(context)
         fragments = self._calendar.fragments_due(step.number)
@@ -173,7 +173,7 @@ class SiteRounds(StageCallback):
         }
 
     def _poll(self, context: TrainingContext, answer: Message) -> bool:
-        """Return whether a signal ends the wait for the other sites; collective."""
+        """Return whether a signal ends the wait for the other sites. Collective."""
         context.groups.recorder.set_phase("waiting for the other sites")
         awaited = describe_wait(answer, self._sites.meet)
         if self._logged_wait != awaited and context.log is not None:
@@ -185,7 +185,7 @@ class SiteRounds(StageCallback):
         return any(raised)
 
     def _receive_state(self, context: TrainingContext) -> None:
-        """Take over the state of another site, because this site lacks rounds, and begin its next round; collective."""
+        """Take over the state of another site, because this site lacks rounds, and begin its next round. Collective."""
         assert self._meeting is not None
         assert self._transfer is not None
         self._logged_wait = ""
@@ -200,13 +200,13 @@ class SiteRounds(StageCallback):
             self._begin(context, step, fragments, self._sites.overlap)
 
     def _send_state(self, context: TrainingContext) -> None:
-        """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
+        """Send the state of this site to a joining site, if the meeting point orders it. Local to each rank."""
         order, self._transfer_order = self._transfer_order, None
         if order is not None and self._transfer is not None:
             self._transfer.send(context, order)
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
-        """Take the differences of fragments, and start to exchange them; collective.
+        """Take the differences of fragments, and start to exchange them. Collective.
 
         Returns:
             False if the other sites have applied rounds without this one.
@@ -240,7 +240,7 @@ class SiteRounds(StageCallback):
         return True
 
     def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
-        """Take the differences of fragments after a step; collective."""
+        """Take the differences of fragments after a step. Collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
         delta = outer_of(context).difference(fragments)
@@ -255,7 +255,7 @@ class SiteRounds(StageCallback):
         )
 
     def _round_request(self, context: TrainingContext, differences: _Differences) -> Message:
-        """Return the request for a round, for the meeting point; collective."""
+        """Return the request for a round, for the meeting point. Collective."""
         outer = outer_of(context)
         in_pairs = self._sites.part.in_pairs
         return self._position(differences.step, outer) | {
@@ -335,7 +335,7 @@ class SiteRounds(StageCallback):
     def _record_exchange(
         self, context: TrainingContext, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float
     ) -> None:
-        """Record the metrics of an exchange; collective."""
+        """Record the metrics of an exchange. Collective."""
         self._record |= {
             "members": len(running.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
@@ -386,7 +386,7 @@ class SiteRounds(StageCallback):
 
 
 def hash_of_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> int:
-    """Return a hash of the named tensors of all ranks of the site, below 2**63; collective."""
+    """Return a hash of the named tensors of all ranks of the site, below 2**63. Collective."""
     hasher = TensorHasher(device)
     local = _hash({name: hasher.digest(tensor).tolist() for name, tensor in tensors.items()})
     return _hash(current_world().all_gather_object(local))
@@ -440,7 +440,7 @@ def describe_wait(answer: Message, address: str) -> str:
 
 
 def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]:
-    """Return the sums of numbers over the ranks of the site; collective."""
+    """Return the sums of numbers over the ranks of the site. Collective."""
     local = torch.tensor(numbers, dtype=torch.float64, device=context.groups.device)
     sums: list[float] = all_reduce_sum(local, context.groups.world).tolist()
     return sums
@@ -459,7 +459,7 @@ class SiteEvaluation(StageCallback):
         self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Add to the metrics of the round, if the step has one; collective."""
+        """Add to the metrics of the round, if the step has one. Collective."""
         self._spike.add(step.result.loss)
         if step.sites is None:
             return step
@@ -472,7 +472,7 @@ class SiteEvaluation(StageCallback):
         return replace(step, sites=sites)
 
     def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
-        """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
+        """Return the validation loss of the outer weights, or None if a signal interrupted the evaluation."""
         outer = outer_of(context)
         if not any(current_world().all_gather_object(self._swap(context, outer))):
             return own_loss

@@ -131,7 +131,7 @@ class SiteMeeting:
         self.links: SiteLinks | None = None
 
     def ask(self, message: Message) -> Message:
-        """Ask the meeting point, and return its answer on all ranks; collective.
+        """Ask the meeting point, and return its answer on all ranks. Collective.
 
         The answer is {"unreachable": reason} if there is none.
         """
@@ -145,7 +145,7 @@ class SiteMeeting:
         return reply
 
     def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> Arrival:
-        """Register until all sites are here; collective.
+        """Register until all sites are here. Collective.
 
         Args:
             poll: called on all ranks with each answer to wait; returns whether to stop waiting.

@@ -80,7 +80,7 @@ class OuterState:
         return self._outer.checkpoint_entries()
 
     def load_tensors(self, path: Path | None) -> None:
-        """Restore the outer optimizer from a checkpoint, or start it from the loaded weights; collective."""
+        """Restore the outer optimizer from a checkpoint, or start it from the loaded weights. Collective."""
         if path is not None and self._loaded:
             self._outer.restore(self._loaded, partial(load_entries, path), self._due)
         else:

@@ -58,7 +58,7 @@ class RoutingProbe:
         self._batches: list[Batch] | None = None
 
     def read(self, context: TrainingContext) -> Probe:
-        """Evaluate the held-out samples and return the choices of this rank's routers; collective.
+        """Evaluate the held-out samples and return the choices of this rank's routers. Collective.
 
         The probe is empty in a run without evaluation, or if all held-out samples are lost.
         """
@@ -88,7 +88,7 @@ class RoutingProbe:
 
 
 def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) -> tuple[int, int]:
-    """Count the equal choices of one member and the others for the same tokens; local.
+    """Count the equal choices of one member and the others for the same tokens. Local.
 
     Args:
         gathered: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.

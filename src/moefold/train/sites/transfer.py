@@ -32,7 +32,7 @@ class SiteStateTransfer:
         self._links = links
 
     def receive(self, context: TrainingContext, offer: Message) -> None:
-        """Take over weights, moments and position of the site that an offer names; collective.
+        """Take over weights, moments and position of the site that an offer names. Collective.
 
         Raises:
             RunError: the state did not arrive.
@@ -56,7 +56,7 @@ class SiteStateTransfer:
             context.log.message(f"after step {before}: {adopted} {context.position.step}")
 
     def send(self, context: TrainingContext, order: Message) -> None:
-        """Send the state of this site to a joining site, as the meeting point orders; local to each rank."""
+        """Send the state of this site to a joining site, as the meeting point orders. Local to each rank."""
         context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
         tensors = [torch.tensor(self._header(context, order["round"])), *self._tensors(context)]
         try:

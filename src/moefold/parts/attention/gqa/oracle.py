@@ -48,7 +48,7 @@ def heads(part: Any, inputs: SoftmaxInput) -> SoftmaxHeads:
 
 
 def gates(part: Any, inputs: SoftmaxInput) -> Tensor | None:
-    """Return the gates of the heads, [B, S, A, 1 or dims of a value head]; None without gates."""
+    """Return the gates of the heads, [B, S, A, 1 or dims of a value head], or None without gates."""
     if part.gate is None:
         return None
     opened = 1 / (1 + torch.exp(-inputs.x @ inputs.weights["wg"].T))

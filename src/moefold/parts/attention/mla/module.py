@@ -222,7 +222,7 @@ class LatentAttention(SelfAttention):
         return torch.cat((latent, rope(shared_key.unsqueeze(-2)).squeeze(-2)), -1)
 
     def _absorbed_queries(self, source: Tensor, rope: Rope | NoRope) -> Tensor:
-        """Return the queries in the space of the latents, with the up projection of the keys absorbed; local.
+        """Return the queries in the space of the latents, with the up projection of the keys absorbed. Local.
 
         (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys.
 
@@ -278,7 +278,7 @@ class LatentAttention(SelfAttention):
         return source, latent, shared_key
 
     def _project(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
-        """Apply a matrix, and its adapter if it has one, to the same tokens; local."""
+        """Apply a matrix, and its adapter if it has one, to the same tokens. Local."""
         y = linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self._backend(name))
         return y if self.lora is None else self.lora.add(y, x, name)
 

@@ -73,7 +73,7 @@ class DeepEPDispatcherPart(DispatcherPart):
             yield f"deep_ep needs CUDA GPUs, and {Setting('run.device', 'cpu')}"
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":
-        """Open the buffers of DeepEP, and return the dispatcher; collective over ep."""
+        """Open the buffers of DeepEP, and return the dispatcher. Collective over ep."""
         from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 
         buffer = open_buffer(groups.ep, sizes.width)
