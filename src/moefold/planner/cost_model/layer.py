@@ -217,7 +217,7 @@ def stack_blocks(blocks: Sequence[BlockTime], places: Sequence[int]) -> BlockTim
     forward, backward = (
         tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
     )
-    return BlockTime(forward, backward, kernels=(rows[6], rows[7]), host_syncs=rows[8])
+    return BlockTime(forward, backward, kernels=Launches(rows[6], rows[7]), host_syncs=rows[8])
 
 
 def _sum_direction(items: tuple[CostItem, ...]) -> DirectionCost:
