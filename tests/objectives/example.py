@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.model.head import Head, ModelOutput
-from moefold.model.loss_function import LossFunction, LossMetricRecorder, metrics_of
+from moefold.model.loss_function import LossFunction, metrics_of
+from moefold.model.loss_metrics import LossMetricRecorder
 
 B, S, H, V = 2, 10, 6, 11
 IDS = [[-1, 0, 0, 0, -1, -1, 1, 1, -1, -1], [-1, -1, 0, 0, 0, 0, 0, 0, 0, -1]]

@@ -2,9 +2,8 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,17 +13,10 @@ from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 
+if TYPE_CHECKING:
+    from moefold.data.tokenizer_process import TokenTable
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenTable:
-    """Table of the text of each id of a tokenizer."""
-
-    pieces: Sequence[bytes]
-    """Bytes of each id, [ids]; empty for ids that are not tokens."""
-    special_ids: frozenset[int]
-    """Ids of the tokens that are marks, not text."""
 
 
 class Tokenizer(Protocol):
@@ -58,7 +50,7 @@ class Tokenizer(Protocol):
         """Return the text of ids."""
 
     @abstractmethod
-    def token_table(self) -> TokenTable:
+    def token_table(self) -> "TokenTable":
         """Return the table of the text of each id."""
 
 
@@ -102,8 +94,10 @@ class ByteTokenizer(OffsetTokenizer):
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
         return octets.decode("utf-8", errors="replace")
 
-    def token_table(self) -> TokenTable:
+    def token_table(self) -> "TokenTable":
         """Return the bytes; no id is special."""
+        from moefold.data.tokenizer_process import TokenTable
+
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
@@ -126,8 +120,10 @@ class NumberTokenizer(Tokenizer):
         """Return ids as decimal numbers."""
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
 
-    def token_table(self) -> TokenTable:
+    def token_table(self) -> "TokenTable":
         """Return the numbers; no id is special."""
+        from moefold.data.tokenizer_process import TokenTable
+
         return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
 

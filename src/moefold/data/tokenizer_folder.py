@@ -36,8 +36,7 @@ from moefold.data.input_paths import (
     TOKENIZER_FILE,
     TOKENS_MAP_FILE,
 )
-from moefold.data.tokenizer import TokenTable
-from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
+from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 

@@ -170,3 +170,13 @@ class TokenizerProcess:
 
 def _hash(files: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Table of the text of each id of a tokenizer."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for ids that are not tokens."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks, not text."""

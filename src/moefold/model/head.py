@@ -16,7 +16,7 @@ from moefold.model.loss import (
     chunked_token_losses,
     token_losses,
 )
-from moefold.model.loss_function import LossMetricRecorder
+from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.norm import Norm
 from moefold.model.part_modules import build_norm
 from moefold.model.tp_interface import ContextParallel, SequenceParallel, VocabParallel

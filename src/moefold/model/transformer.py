@@ -19,7 +19,8 @@ from moefold.model.head import Head, ModelOutput
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.model.lora import attach_adapters
-from moefold.model.loss_function import LossFunction, LossMetricRecorder, metrics_of, weighted_sum
+from moefold.model.loss_function import LossFunction, metrics_of, weighted_sum
+from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from moefold.model.rope import RopeTable, build_rope, rope_frequencies

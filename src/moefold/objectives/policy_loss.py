@@ -10,7 +10,8 @@ from torch import Tensor
 from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart, PolicyTokens
 from moefold.model.head import ModelOutput
 from moefold.model.loss import SoftmaxOptions
-from moefold.model.loss_function import MISMATCH, LossMetric, weighted_sum
+from moefold.model.loss_function import weighted_sum
+from moefold.model.loss_metrics import MISMATCH, LossMetric
 from moefold.objectives.sequences import Sequences
 
 FRAME_METRICS = (

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from moefold.config.groups.alignment import PairScores, PreferencePart
 from moefold.model.head import ModelOutput
-from moefold.model.loss_function import LossMetric, weighted_sum
+from moefold.model.loss_function import weighted_sum
+from moefold.model.loss_metrics import LossMetric
 from moefold.objectives.sequences import Sequences
 
 

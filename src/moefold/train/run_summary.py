@@ -26,7 +26,6 @@ from moefold.cost.flops import count_parameters
 from moefold.data.sampler import SampleCatalog
 from moefold.errors import SIGNAL_STATUS
 from moefold.optim.lr_schedule import continuation
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
 from moefold.units import format_count
 
 MIN_UNBOUNDED_SAMPLES = 2**39
@@ -91,6 +90,10 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
 
 
 def _sampling_lines(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> list[str]:
+    if not rl.is_on:
+        return []
+    from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
+
     if not has_rollout_mapping(parallel, rl, rollout):
         return []
     ranks = rollout.ranks

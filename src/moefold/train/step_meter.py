@@ -25,7 +25,7 @@ from moefold.metrics.step_metrics import (
     offload_metrics,
     peak_memory_gib,
 )
-from moefold.model.loss_function import MISMATCH
+from moefold.model.loss_metrics import MISMATCH
 from moefold.parallel.gradients import local_norm_sq
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
