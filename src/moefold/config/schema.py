@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from moefold.config.align import AlignConfig
-from moefold.config.batch_shape import BatchShape
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
@@ -26,7 +25,7 @@ from moefold.config.part import keys_of
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.train import BatchShape, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
