@@ -1,15 +1,13 @@
 """The [train] section: batch, optimizer, learning rate, memory savings and evaluation."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from moefold.config.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.groups.context import ContextPart
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part, Section
-
-if TYPE_CHECKING:
-    from moefold.config.groups.context import ContextPart
 
 LARGE_LOGITS = 1 << 28
 """Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
@@ -155,7 +153,7 @@ class BatchShape:
     """Layers of multi-token prediction, each with targets of its own."""
     dp: int
     cp: int
-    context: "ContextPart"
+    context: ContextPart
     is_float64: bool
 
     @property
