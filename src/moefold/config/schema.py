@@ -8,10 +8,9 @@ import json
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from moefold.config.align import AlignConfig
-from moefold.config.batch_shape import BatchShape
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
@@ -26,7 +25,7 @@ from moefold.config.part import keys_of
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.train import BatchShape, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +76,6 @@ class Config:
     @property
     def batch_shape(self) -> BatchShape:
         """Sizes of the batches."""
-        context = self.parallel.context
-        assert isinstance(context, ContextPart), "the loader builds parts"
         return BatchShape(
             global_batch_size=self.train.global_batch_size,
             micro_batch_size=self.train.micro_batch_size,
@@ -88,7 +85,7 @@ class Config:
             mtp_layers=self.model.mtp_layers,
             dp=self.parallel.dp,
             cp=self.parallel.cp,
-            context=context,
+            context=cast(ContextPart, self.parallel.context),
             is_float64=self.run.dtype == "float64",
         )
 

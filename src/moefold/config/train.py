@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from moefold.config.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.groups.context import ContextPart
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part, Section
@@ -136,3 +137,26 @@ class TrainConfig(Section):
             return 0
         logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
         return max(MIN_LOSS_CHUNK_TOKENS, logits // vocab_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Sizes of a global batch, and the ranks that share it."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    """Micro-batches of a data-parallel rank, including micro-batches of only padding."""
+    seq_len: int
+    vocab_size: int
+    mtp_layers: int
+    """Layers of multi-token prediction, each with targets of its own."""
+    dp: int
+    cp: int
+    context: ContextPart
+    is_float64: bool
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a data-parallel rank, padding included."""
+        return self.num_micro_batches * self.micro_batch_size

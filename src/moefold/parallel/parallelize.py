@@ -16,7 +16,6 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
 from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import dispatch_sizes
 from moefold.model.local_param import CastCopies
@@ -144,7 +143,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         apply_kernels(stage, kernels)
         # In the warm-up of indexers no layer saves activations.
         if for_training and not cfg.trains_indexers_only:
-            _save_memory(stage, cfg.train, groups, offload)
+            _save_memory(stage, groups, offload)
         if graph_modules is not None:
             graph_modules(stage)
         _shard_weights(stage, cfg.run, cfg.parallel, groups, for_training=for_training)
@@ -172,10 +171,9 @@ def _set_dtypes(stage: Transformer, run: RunConfig, *, for_training: bool) -> No
         narrow_frozen_weights(stage)
 
 
-def _save_memory(
-    stage: Transformer, train: TrainConfig, groups: ParallelGroups, offload: "ActivationOffload | None"
-) -> None:
+def _save_memory(stage: Transformer, groups: ParallelGroups, offload: "ActivationOffload | None") -> None:
     """Recompute and offload activations."""
+    train = stage.settings.train
     apply_recompute(stage, train.recompute, groups.backward_overlap)
     if offload is not None:
         from moefold.parallel.offload import apply_offload

@@ -201,7 +201,8 @@ class StepMeter:
         passes: "ForwardPasses | None",
     ) -> "StepNumbers":
         """Return the numbers of this rank."""
-        world, device = self._model.groups.world, loss.device
+        world = self._model.groups.world
+        device = loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
         memory = torch.full((1,), peak_memory_gib(device.type), dtype=torch.float64, device=device)
         scalars, counts, thresholds, biases = self._local_router_stats(device).split([5, *[self._num_choices] * 3], 1)

@@ -1,2 +1,2 @@
 PRELOAD = ("moefold.verify.preload",)
-"""What a `WorkerPool` imports once for all ranks that train."""
+"""Modules that a `WorkerPool` imports once for all ranks that train."""

@@ -34,7 +34,7 @@ class ScoreFormula(NamedTuple):
 
 
 class WeightedChoice:
-    """What a score function and its softmax say about the choices of a token and their weights."""
+    """Choices of a token and their weights, as a score function or its softmax defines them."""
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax

@@ -39,7 +39,7 @@ class Launches(NamedTuple):
     backward: float = 0.0
 
     def plus(self, other: "Launches", times: float = 1) -> "Launches":
-        """Return the sum with so many times the launches of another part."""
+        """Return the sum with a multiple of the launches of another part."""
         return Launches(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
