@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Training loop of one rank. Every branch that contains collectives depends only on values equal on all ranks.
-
-    Its parts are public: the training step with the model, the loader of the batches, the position in the run, and the
-    checkpoints.
-    """
+    """Training loop of one rank. Every branch that contains collectives depends only on values equal on all ranks."""
 
     def __init__(
         self,
