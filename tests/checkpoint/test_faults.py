@@ -58,9 +58,9 @@ def _saver(cfg: Config) -> CheckpointSaver:
     return BackgroundSaver(cfg, groups.create_background_group().handle, is_on_gpu=False)
 
 
-def _state() -> dict[str, torch.Tensor]:
-    """Enough that writing takes a while."""
-    return {f"model.{dist.get_rank()}.{i}": torch.full((500, 1000), float(i)) for i in range(20)}
+def _state(rows: int = 1) -> dict[str, torch.Tensor]:
+    """Return a state of some rows; 500 are enough that writing takes a while."""
+    return {f"model.{dist.get_rank()}.{i}": torch.full((rows, 1000), float(i)) for i in range(20)}
 
 
 def _save_twice(cfg: Config, fault: str) -> str:
@@ -81,7 +81,7 @@ def _save_twice(cfg: Config, fault: str) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     try:
-        saver.save(_state(), TrainState(states=counted(step=2, samples=0, tokens=0)))
+        saver.save(_state(500), TrainState(states=counted(step=2, samples=0, tokens=0)))
         saver.finish()
     except ConfigError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Digests computed while a file is written equal those of the file read back."""
+"""Digests computed while a file is written equal the digests of the file read back."""
 
 import hashlib
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import chdir, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -96,55 +99,101 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
     assert all(found.max_abs is not None and found.max_abs < 1e-9 for found in differences), differences
 
 
-def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, capsys):
-    """Without the run folder too: another machine takes over with only the remote folder."""
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.toml").write_text("")
-    run = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
-    run += ["model.vocab_size=64", "train.eval_every=0", "model.layers=1", "model.hidden_size=32"]
-    run += [f"checkpoint.dir=file://{tmp_path}/store", "checkpoint.every=1"]
-    assert main(["train", "recipe.toml", *run, "run.steps=2"]) == 0
-    store = RemotePath(f"file://{tmp_path}/store")
-    Path("run").rename("gone")
-    assert main(["train", "recipe.toml", *run, "run.steps=3"]) == 0
-    said = capsys.readouterr().out
-    assert f"resumed from {store}/step-000002" in said
-    assert f"model in {store}/step-000003" in said
-    assert json.loads((store / "config.json").read_text())["run"]["steps"] == 3
-    for words in (["list", str(store)], ["show", f"{store}/step-000003"], ["verify", "run"]):
+@dataclass(frozen=True)
+class RemoteRun:
+    """A run of three steps whose folder went away after the second, and its checkpoints in a remote folder."""
+
+    folder: Path
+    """The remote folder as a folder of this machine."""
+    store: RemotePath
+    printed: str
+    """Output of the third step, which a run in an empty folder took."""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> RemoteRun:
+    folder = tmp_path_factory.mktemp("remote")
+    settings = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
+    settings += ["model.vocab_size=64", "train.eval_every=0", "model.layers=1", "model.hidden_size=32"]
+    settings += [f"checkpoint.dir=file://{folder}/store", "checkpoint.every=1"]
+    with chdir(folder):
+        assert main(["train", *settings, "run.steps=2"]) == 0
+        Path("run").rename("gone")
+        with redirect_stdout(StringIO()) as printed:
+            assert main(["train", *settings, "run.steps=3"]) == 0
+    return RemoteRun(folder / "store", RemotePath(f"file://{folder}/store"), printed.getvalue())
+
+
+@pytest.fixture
+def remote(original, tmp_path) -> RemoteRun:
+    """A copy of the remote folder, which a test may damage."""
+    shutil.copytree(original.folder, tmp_path / "store")
+    return RemoteRun(tmp_path / "store", RemotePath(f"file://{tmp_path}/store"), original.printed)
+
+
+def test_another_machine_takes_over_with_the_remote_folder_alone(original):
+    assert f"resumed from {original.store}/step-000002" in original.printed
+    assert f"model in {original.store}/step-000003" in original.printed
+    assert json.loads((original.store / "config.json").read_text())["run"]["steps"] == 3
+
+
+def test_commands_read_remote_checkpoints(original, monkeypatch, capsys):
+    monkeypatch.chdir(original.folder.parent)
+    for words in (["list", str(original.store)], ["show", f"{original.store}/step-000003"], ["verify", "run"]):
         assert main(["checkpoint", *words]) == 0
-    listed = capsys.readouterr().out
-    assert "step-000003: sound" in listed
-    path = store / "step-000003"
-    tensors = stored_tensors(path)
+    assert "step-000003: sound" in capsys.readouterr().out
+
+
+def test_a_comparison_reads_each_shard_once(original, monkeypatch):
+    path = original.store / "step-000003"
+    ranges = _requested_ranges(monkeypatch)
+    assert differing_tensors(path, path) == []
+    assert len(ranges) == 2 * sum(tensor.num_chunks for tensor in stored_tensors(path))
+
+
+def _requested_ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ranges = []
     read_range = RemotePath.read_range
-    count = lambda self, start, size: (ranges.append((start, size)), read_range(self, start, size))[1]  # noqa: E731
-    with patch.object(RemotePath, "read_range", count):
-        assert differing_tensors(path, path) == []
-    assert len(ranges) == 2 * sum(tensor.num_chunks for tensor in tensors), "one request for each shard"
-    data = tmp_path / "store" / "step-000003" / "__0_0.distcp"
-    start, size = sorted(ranges)[0]
+
+    def note(self: RemotePath, start: int, size: int) -> bytes:
+        ranges.append((start, size))
+        return read_range(self, start, size)
+
+    monkeypatch.setattr(RemotePath, "read_range", note)
+    return ranges
+
+
+def test_a_forged_shard_is_named(remote, monkeypatch):
+    path = remote.store / "step-000003"
+    ranges = _requested_ranges(monkeypatch)
+    assert differing_tensors(path, path) == []
+    data = remote.folder / "step-000003" / "__0_0.distcp"
+    start, size = min(ranges)
     forged = bytearray(data.read_bytes())
     forged[start + size - 60 : start + size] = bytes(60)
-    whole = data.read_bytes()
     data.write_bytes(forged)
     with pytest.raises(ConfigError, match=r"file __0_0.distcp holds something else where .* belongs: no archive"):
         differing_tensors(path, path)
-    data.write_bytes(whole)
+
+
+def test_damaged_files_are_named(remote, capsys):
+    data = remote.folder / "step-000003" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[5000] ^= 255
     data.write_bytes(content)
-    assert main(["checkpoint", "verify", str(store)]) == 1
+    assert main(["checkpoint", "verify", str(remote.store)]) == 1
     assert "file __0_0.distcp has other content than was written" in capsys.readouterr().out
     data.write_bytes(content[:-1])
-    assert quick_validate(store / "step-000003") == [
+    assert quick_validate(remote.store / "step-000003") == [
         f"file __0_0.distcp has {len(content) - 1} of {len(content)} bytes"
     ]
     data.unlink()
-    assert quick_validate(store / "step-000003") == ["file __0_0.distcp is missing"]
-    assert main(["checkpoint", "rm", f"{store}/step-000003"]) == 0
-    assert [step_of(path) for path in complete_checkpoints(store)] == [1, 2]
+    assert quick_validate(remote.store / "step-000003") == ["file __0_0.distcp is missing"]
+
+
+def test_a_checkpoint_is_removed_by_its_name(remote):
+    assert main(["checkpoint", "rm", f"{remote.store}/step-000003"]) == 0
+    assert [step_of(path) for path in complete_checkpoints(remote.store)] == [1, 2]
 
 
 def test_the_manifest_of_a_removed_checkpoint_goes_first(monkeypatch):
@@ -152,10 +201,17 @@ def test_the_manifest_of_a_removed_checkpoint_goes_first(monkeypatch):
     for name in ("__0_0.distcp", MANIFEST_FILE):
         (store / "step-000001" / name).write_text("x")
     gone = []
-    monkeypatch.setattr(RemotePath, "unlink", lambda self, missing_ok=False: gone.append(self.name))
-    monkeypatch.setattr(RemotePath, "delete_tree", lambda self: gone.append(self.name))
+    for method in ("unlink", "delete_tree"):
+        remove = getattr(RemotePath, method)
+
+        def note(self: RemotePath, remove: Callable[..., None] = remove, **options: bool) -> None:
+            gone.append(self.name)
+            remove(self, **options)
+
+        monkeypatch.setattr(RemotePath, method, note)
     remove_checkpoint(store / "step-000001")
     assert gone == [MANIFEST_FILE, "step-000001"]
+    assert not (store / "step-000001").exists()
 
 
 def test_a_new_run_folder_continues_from_the_remote_one(tmp_path):

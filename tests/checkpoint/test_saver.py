@@ -121,20 +121,20 @@ def _fail_beside_a_save(cfg: Config) -> str:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
     held = threading.Event()
-    assert isinstance(trainer._checkpointing.saver, BackgroundSaver)
-    trainer._checkpointing.saver._thread.submit(held.wait)
+    assert isinstance(trainer.checkpointing.saver, BackgroundSaver)
+    trainer.checkpointing.saver._thread.submit(held.wait)
     threading.Timer(0.5, held.set).start()
-    next_batch = trainer._data_loader.next_batch
+    next_batch = trainer.data_loader.next_batch
 
     def batch(first_sample: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         if first_sample:
             raise ConfigError("the data ends")
         return next_batch(first_sample, left_out)
 
-    trainer._data_loader.next_batch = batch  # type: ignore[method-assign]
+    trainer.data_loader.next_batch = batch  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="the data ends"):
         trainer.run(StopSignals())
-    return trainer._cfg.run.dir
+    return cfg.run.dir
 
 
 def test_a_run_that_fails_lets_the_save_under_way_end(pool, tmp_path):

@@ -30,9 +30,15 @@ def test_a_tutorial_has_commands_and_shows_outputs(page):
 
 def test_a_line_that_was_not_printed_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```text\nstep 9  loss 7.25\nother 1\n  rank 2: step 21, forward of one\n```\n")
-    printed = "step 3  loss 2.5\n  rank 2: step 22, backward of another\n"
-    assert lines_not_printed(page, printed) == ["other 1"]
+    page.write_text(
+        "```text\nstep  9/60  loss  7.25  lr 1.00e-04\nother 1\n  rank 2: step 21, forward of one\n"
+        "equal: all 749 numbers\n#1  folded  tp1 pp2x8  2.88  11,400\ndone in 0.19 s\n#1  folded  tp1 pp4  2.8\n```\n"
+    )
+    printed = (
+        "step 9/60  loss  2.5  lr 1.00e-04  0:10 left\n  rank 2: step 22, backward of another\n"
+        "equal: all 748 numbers\n#1  folded  tp1 pp2x8  2.91  11,300\ndone in 1.2 s\n"
+    )
+    assert lines_not_printed(page, printed) == ["other 1", "equal: all 749 numbers", "#1  folded  tp1 pp4  2.8"]
 
 
 def test_a_command_that_fails_fails_the_tutorial(tmp_path):

@@ -61,10 +61,10 @@ def test_every_tensor_arrives_to_the_bit(tmp_path, writer, reader):
     cfg = replace(cfg, run=replace(cfg.run, device=reader))
     with init_distributed(single_rank_env(), reader) as device:
         trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device))
-        parts = trainer._groups, trainer._train_step, trainer._data_loader, trainer._position
+        parts = trainer.groups, trainer.train_step, trainer.data_loader, trainer.position
         run = TrainingContext(Path(cfg.run.dir), *parts, StopSignals())
         trainer._add_states(run.states)
-        trainer._checkpointing.resume(run)
-        trainer._checkpointing.save(run)
+        trainer.checkpointing.resume(run)
+        trainer.checkpointing.save(run)
     (again,) = complete_checkpoints(tmp_path / "second" / "checkpoints")
     assert differing_tensors(written, again) == []

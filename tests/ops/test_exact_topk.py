@@ -64,16 +64,16 @@ def test_threads_strides_and_correlated_rows():
 def test_without_a_compiler_scores_are_sorted(no_compiler):
     from moefold.ops import exact_topk as module
 
-    module._c_kernel.cache_clear()
+    module.c_kernel.cache_clear()
     try:
         for case in cases(10, 14, torch.float32):
             found = exact_topk(case.scores, case.k, starts=case.starts, stops=case.stops, guess=case.guess)
             assert torch.equal(found, by_definition(case))
-        assert module._c_kernel() is None
+        assert module.c_kernel() is None
         with pytest.raises(ValueError, match="NaN"):
             exact_topk(torch.tensor([[1.0, float("nan")]]), 1)
     finally:
-        module._c_kernel.cache_clear()
+        module.c_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -163,7 +163,7 @@ def log_in_turn(cfg: Config) -> str:
 
 
 def _weights(trainer: Trainer) -> dict[str, list[float]]:
-    parameters = trainer._train_step.parameters
+    parameters = trainer.train_step.parameters
     return {name: local_tensor(value).detach().flatten().tolist() for name, value in parameters.items()}
 
 

@@ -187,17 +187,17 @@ def _cut_all(path: Path) -> None:
 def _train_until_it_breaks(cfg: Config, breaks: Callable[[Path], None], which: int) -> int:
     """Train, and break a file before the third batch is read."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    next_batch = trainer._data_loader.next_batch
+    next_batch = trainer.data_loader.next_batch
 
     def broken_next_batch(first: int, left_out: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        if trainer._position.step == 2:
+        if trainer.position.step == 2:
             dist.barrier()
             if dist.get_rank() == 0:
                 breaks(Path(str(cfg.data.path)) / f"{which}.npy")
             dist.barrier()
         return next_batch(first, left_out)
 
-    trainer._data_loader.next_batch = broken_next_batch  # type: ignore[method-assign]
+    trainer.data_loader.next_batch = broken_next_batch  # type: ignore[method-assign]
     return trainer.run(StopSignals())
 
 
@@ -297,14 +297,14 @@ def test_a_data_fault_names_the_rank_that_found_it_its_host_and_the_step(pool, t
 def _refused_alone(cfg: Config, which: int) -> str:
     """Return the message of the first read of the third batch on this rank, without the other one."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-    trainer._data_loader.open(None)
-    trainer._flight_recorder.begin_step(3, "loading data")
+    trainer.data_loader.open(None)
+    trainer.groups.recorder.begin_step(3, "loading data")
     dist.barrier()
     if dist.get_rank() == 0:
         _spoil(Path(str(cfg.data.path)) / f"{which}.npy")
     dist.barrier()
     try:
-        trainer._data_loader.next_batch(2 * BATCH, ())
+        trainer.data_loader.next_batch(2 * BATCH, ())
     except (ConfigError, RunError) as error:
         return str(error)
     return ""

@@ -75,7 +75,7 @@ def _lose_ranks(
     groups = ParallelGroups.create(check_config(old), torch.device("cpu"))
     trainer = Trainer(old, groups, callbacks=callbacks)
     assert trainer.run(StopSignals()) == 0
-    snapshots = trainer._checkpointing.snapshots
+    snapshots = trainer.checkpointing.snapshots
     assert snapshots is not None
     assert sorted(snapshots.generation.held()) == [LAST - 1, LAST]
     snapshots.forget_groups()
@@ -89,8 +89,8 @@ def _lose_ranks(
         store = dist.FileStore(str(folder / "store"), len(members))
         dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
         after = Trainer(new, ParallelGroups.create(check_config(new), torch.device("cpu")), callbacks=callbacks)
-        after._checkpointing.snapshots = snapshots
-        after._checkpointing.restored_step = LAST
+        after.checkpointing.snapshots = snapshots
+        after.checkpointing.restored_step = LAST
         try:
             assert after.run(StopSignals()) == 0
             if new.parallel.dp > 1:
@@ -194,7 +194,7 @@ def _roll_back(cfg: Config) -> tuple[int, dict[int, Any]]:
     torch.nn.modules.module.register_module_forward_hook(poison)
     trainer = Trainer(cfg, groups)
     assert trainer.run(StopSignals()) == 0
-    snapshots = trainer._checkpointing.snapshots
+    snapshots = trainer.checkpointing.snapshots
     assert snapshots is not None
     return snapshots.generation.number, snapshots.generation.held()
 

@@ -28,32 +28,32 @@ def _draw(trainer: Trainer) -> None:
 
 def _take_other_samples(trainer: Trainer) -> None:
     # Past the batch that the step has read: only the next batch would show it.
-    trainer._position.skip(24, 28)
+    trainer.position.skip(24, 28)
 
 
 def _lose_a_file(trainer: Trainer) -> None:
-    trainer._data_loader.files.initial = {"tokens/1.npy": "skipped"}
+    trainer.data_loader.files.initial = {"tokens/1.npy": "skipped"}
 
 
 def _move_in_the_stream(trainer: Trainer) -> None:
-    trainer._data_loader.train_sampler._state[3] += 1  # type: ignore[attr-defined]
+    trainer.data_loader.train_sampler._state[3] += 1  # type: ignore[attr-defined]
 
 
 def _step_a_router(trainer: Trainer) -> None:
     # The hook runs once the step has set them all.
-    next(iter(trainer._train_step.model.moe_layers().values())).router.step += 1
+    next(iter(trainer.train_step.model.moe_layers().values())).router.step += 1
 
 
 def _message(cfg: Config, harm: Callable[[Trainer], None], odd: int) -> str:
     """Return the end of the run if one rank is harmed while it computes the second step."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    runner = trainer._train_step.model.runner
+    runner = trainer.train_step.model.runner
     forward_backward = runner.forward_backward
 
     def harmed(batch: object) -> torch.Tensor:
         loss = forward_backward(batch)
-        if trainer._position.step == 1 and groups.rank == odd:
+        if trainer.position.step == 1 and groups.rank == odd:
             harm(trainer)
         return loss
 

@@ -142,7 +142,7 @@ def _train_and_stop_in_an_evaluation(cfg: Config, at_batch: int) -> tuple[int, i
     """Train with a signal that comes to the second rank within an evaluation; returns status and batches evaluated."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    runner = trainer._train_step.model.runner
+    runner = trainer.train_step.model.runner
     evaluate, count = runner.evaluate, 0
 
     def interrupted(batch: Any) -> torch.Tensor:
@@ -194,14 +194,14 @@ def _resume_and_stop(cfg: Config) -> int:
     """Resume; a signal comes to one rank before anything is computed."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
-    evaluation = trainer._data_loader.eval_batches
+    evaluation = trainer.data_loader.eval_batches
 
     def interrupted() -> Any:
         if groups.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluation()
 
-    trainer._data_loader.eval_batches = interrupted
+    trainer.data_loader.eval_batches = interrupted
     return trainer.run(StopSignals())
 
 

@@ -55,7 +55,7 @@ def exact_topk(
         positions, has_nan_R = triton_exact_topk(scores, k, starts, stops, guess)
         assert_on_device(~has_nan_R.any(), NAN_MESSAGE)
         return positions
-    kernel = _c_kernel() if scores.is_cpu else None
+    kernel = c_kernel() if scores.is_cpu else None
     if kernel is None:
         return sorted_topk(scores, k, starts=starts, stops=stops)
     positions, rows_with_nan = kernel(scores, k, starts, stops, guess)
@@ -116,7 +116,7 @@ def _check_arguments(scores: Tensor, k: int, starts: Tensor | None, stops: Tenso
 
 
 @cache
-def _c_kernel() -> "CExactTopk | None":
+def c_kernel() -> "CExactTopk | None":
     """Return the C kernel, or None without a working compiler."""
     from moefold.ops.cpu.build import CompilerError, build_libraries
     from moefold.ops.cpu.exact_topk import CExactTopk

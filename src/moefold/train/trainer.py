@@ -57,7 +57,7 @@ class Trainer:
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
-        self._groups = groups
+        self.groups = groups
         self._flight_recorder = groups.recorder
         # We never use torch's global RNG; seed it so that third-party code is deterministic.
         torch.manual_seed(cfg.run.seed)
@@ -65,19 +65,19 @@ class Trainer:
         if cfg.is_rl:
             loss = loss or policy_loss(cfg.rl, cfg.rollout.temperature)
         model = parallelize(cfg, groups, loss)
-        self._train_step = TrainingStep(model, cfg)
+        self.train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
-        self._position = Position()
+        self.position = Position()
         self._resources = ExitStack()
         """Processes that make data, which end with the run."""
-        self._data_loader: StepData
+        self.data_loader: StepData
         if cfg.is_rl:
-            self._data_loader, own = open_rollouts(cfg, groups, model, self._position, link, self._resources)
+            self.data_loader, own = open_rollouts(cfg, groups, model, self.position, link, self._resources)
         else:
-            self._data_loader, own = open_data(cfg, groups, model, self._position, data)
-        self._checkpointing = Checkpointing(cfg, groups, history)
+            self.data_loader, own = open_data(cfg, groups, model, self.position, data)
+        self.checkpointing = Checkpointing(cfg, groups, history)
         measures_kernels = model.autotuner.is_enabled
-        own += recipe_callbacks(cfg, groups, self._checkpointing, callbacks, measures_kernels=measures_kernels)
+        own += recipe_callbacks(cfg, groups, self.checkpointing, callbacks, measures_kernels=measures_kernels)
         self.callbacks = tuple(sorted((*own, *callbacks), key=_stage_of))
         """Callbacks of the recipe and of the program, stage by stage."""
         self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))
@@ -90,20 +90,18 @@ class Trainer:
             RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
         folder = Path(self._cfg.run.dir)
-        states = RunStates(self._checkpointing.initial_states)
-        context = TrainingContext(
-            folder, self._groups, self._train_step, self._data_loader, self._position, stop, states
-        )
+        states = RunStates(self.checkpointing.initial_states)
+        context = TrainingContext(folder, self.groups, self.train_step, self.data_loader, self.position, stop, states)
         self._add_states(context.states)
-        resume = self._checkpointing.resume(context)
-        first_step = self._position.step + 1
+        resume = self.checkpointing.resume(context)
+        first_step = self.position.step + 1
         with ExitStack() as stack:
             stack.enter_context(stop)
             stack.enter_context(self._resources)
             if context.is_first_rank:
                 from moefold.train.run_log import RunLog
 
-                is_gpu = self._groups.device.type != "cpu"
+                is_gpu = self.groups.device.type != "cpu"
                 clock = self._flight_recorder.clock
                 log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)
                 context.log = stack.enter_context(log)
@@ -116,15 +114,15 @@ class Trainer:
                     callback.on_error(context, error)
                 raise
             if context.log is not None:
-                context.log.log_end(context.status, self._position.step, self._checkpointing.total_save_s)
+                context.log.log_end(context.status, self.position.step, self.checkpointing.total_save_s)
         return context.status
 
     def _add_states(self, states: RunStates) -> None:
         """Register the states that a resumed run needs."""
-        states.add("position", self._position)
-        self._train_step.add_states(states)
+        states.add("position", self.position)
+        self.train_step.add_states(states)
         # Rollouts that are too old for the step of the position are sampled again.
-        states.add("data", self._data_loader, after=("position", "weights"))
+        states.add("data", self.data_loader, after=("position", "weights"))
         for callback in self.callbacks:
             if callback.saved_as:
                 prefix = "" if isinstance(callback, StageCallback) else CALLBACKS
@@ -133,7 +131,7 @@ class Trainer:
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback(self.callbacks):
             callback.on_start(context)
-        while self._position.step < self._cfg.run.steps and context.status == 0:
+        while self.position.step < self._cfg.run.steps and context.status == 0:
             step = self._one_step(context)
             if step is None:
                 continue
@@ -162,25 +160,25 @@ class Trainer:
         """Load a batch and train on it; return None if the step was rolled back. Collective."""
         clock = self._flight_recorder.clock
         started_s = clock()
-        self._flight_recorder.begin_step(self._position.step + 1, "loading data")
-        with self._train_step.meter.loading():
-            batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
-            context.log_dropped_files(self._position.step + 1)
-        result = self._train_step.run_polled(batch, self._position.step + 1, lambda: context.stop.flags)
+        self._flight_recorder.begin_step(self.position.step + 1, "loading data")
+        with self.train_step.meter.loading():
+            batch, samples = self.data_loader.next_batch(self.position.samples, self.position.skipped_ranges)
+            context.log_dropped_files(self.position.step + 1)
+        result = self.train_step.run_polled(batch, self.position.step + 1, lambda: context.stop.flags)
         step_time_s = clock() - started_s
         if context.log is not None:
-            context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
-        self._checkpointing.saver.check()
+            context.log.report_stop(self.position.step + 1, clock.take_stopped_s())
+        self.checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
         assert batch.num_tokens is not None, "the data loader counts the tokens of each batch"
-        self._position.advance(samples, batch.num_tokens, is_updated=result.decision.updates)
+        self.position.advance(samples, batch.num_tokens, is_updated=result.decision.updates)
         return FinishedStep(
-            number=self._position.step,
+            number=self.position.step,
             result=result,
             batch=batch,
             step_time_s=step_time_s,
-            is_last=self._position.step == self._cfg.run.steps,
+            is_last=self.position.step == self._cfg.run.steps,
             num_tokens=batch.num_tokens,
             signals=tuple(number for number, count in zip(SIGNALS, result.flags, strict=True) if count),
         )
@@ -196,46 +194,46 @@ class Trainer:
         action = result.decision.action
         cfg = self._cfg
         step_fault = StepFault(
-            step=self._position.step + 1,
+            step=self.position.step + 1,
             samples=samples,
             result=result,
             run=cfg.run,
             checkpoint=cfg.checkpoint,
             faults=cfg.faults,
             samples_per_rank=cfg.num_micro_batches * cfg.train.micro_batch_size,
-            layout=self._groups.layout,
-            sampler=self._data_loader.train_sampler,
+            layout=self.groups.layout,
+            sampler=self.data_loader.train_sampler,
         )
         if context.log is not None:
             context.log.log_step_fault(step_fault)
         if action in ("log", "skip"):
             return True
-        self._checkpointing.saver.drain()
+        self.checkpointing.saver.drain()
         if action == "stop":
             from moefold.train.rl.mismatch import mismatch_advice
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)
-        resume = self._checkpointing.roll_back(context, step_fault)
+        resume = self.checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback(self.callbacks):
             callback.on_rollback(context)
         if context.log is not None:
-            context.log.rewind(resume, self._position.step)
+            context.log.rewind(resume, self.position.step)
         return False
 
     def _startup_messages(self) -> tuple[str, ...]:
         """Return the lines to log before the first step."""
         cfg = self._cfg
-        loader = self._data_loader
+        loader = self.data_loader
         messages = [
             *self._initial_messages,
-            *startup_lines(cfg, self._groups.device.type, loader.train_sampler, loader.validation_sampler),
-            *filter(None, (self._train_step.model.message, self._checkpointing.init_message, loader.message)),
-            *self._checkpointing.resume_messages,
+            *startup_lines(cfg, self.groups.device.type, loader.train_sampler, loader.validation_sampler),
+            *filter(None, (self.train_step.model.message, self.checkpointing.init_message, loader.message)),
+            *self.checkpointing.resume_messages,
         ]
         dp = cfg.parallel.dp
         depends_on_dp = depends_on_data_parallel_size(cfg.model, cfg.moe)
-        checkpoint_dp = self._checkpointing.checkpoint_dp
+        checkpoint_dp = self.checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
             messages.append(
                 f"moe.aux_kind='global_batch' depends on dp, which was {checkpoint_dp} and is {dp}: the loss "

@@ -123,7 +123,7 @@ def test_no_schedule_changes_a_token(schedule):
     requests, limits, arrivals = schedule
     found, scheduler = run(requests, limits, arrivals)
     assert found == {i: expected(request) for i, request in enumerate(requests)}
-    assert scheduler._pool.num_free == limits.num_pages
+    assert scheduler.pool.num_free == limits.num_pages
 
 
 def test_samples_of_one_prompt_compute_it_once():
@@ -139,7 +139,7 @@ def test_samples_of_one_prompt_compute_it_once():
     assert [len(segment.tokens) for segment in second.segments] == [1] * 8
     # The page of positions 192 to 198 is copied for each sample that writes position 199.
     assert len(second.copies) == 8
-    assert scheduler._pool.num_free == 40 - 4 - 8
+    assert scheduler.pool.num_free == 40 - 4 - 8
 
 
 def test_the_youngest_sample_gives_up_its_pages():

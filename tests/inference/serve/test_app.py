@@ -79,10 +79,10 @@ def test_streams_that_begin_at_once_stay_below_the_limit(server):
     async def check() -> list[list[int]]:
         calls = [Call(server, {"prompt": "a", "n": 4, "stream": True}) for _ in range(5)]
         await asyncio.gather(*(call.started.wait() for call in calls))
-        assert server._metrics.num_open == 4
+        assert server.metrics.num_open == 4
         for call in calls:
             await call.leave()
-        assert server._metrics.num_open == 0
+        assert server.metrics.num_open == 0
         return [call.statuses for call in calls]
 
     assert sorted(asyncio.run(check())) == [[200], [429], [429], [429], [429]]
@@ -110,9 +110,9 @@ def test_a_client_that_leaves_ends_its_samples(server, streams):
         deadline = time.monotonic() + 60
         while not server._loop._receivers and time.monotonic() < deadline:
             await asyncio.sleep(0)
-        assert server._metrics.num_open == 3
+        assert server.metrics.num_open == 3
         await call.leave()
-        assert server._metrics.num_open == 0
+        assert server.metrics.num_open == 0
 
     asyncio.run(check())
     commands = []
@@ -127,7 +127,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_not_an_error(server
         await call.leave()
 
     asyncio.run(check())
-    assert server._metrics.num_open == 0
+    assert server.metrics.num_open == 0
 
 
 def test_other_clients_are_answered_while_a_long_prompt_is_tokenised(server, monkeypatch):

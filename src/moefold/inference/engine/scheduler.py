@@ -121,7 +121,7 @@ class PassScheduler:
     def __init__(self, limits: PassLimits) -> None:
         assert limits.pass_tokens >= limits.slots > 0
         self._limits = limits
-        self._pool = PagePool(limits.num_pages, limits.page_positions)
+        self.pool = PagePool(limits.num_pages, limits.page_positions)
         self._samples: dict[int, _Sample] = {}
         # Both are sorted by id.
         self._waiting: list[_Sample] = []
@@ -151,7 +151,7 @@ class PassScheduler:
         max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert request_id not in self._samples, request_id
-        sample = _Sample(request_id, request, PageTable(self._pool, max_pages), self._slots)
+        sample = _Sample(request_id, request, PageTable(self.pool, max_pages), self._slots)
         self._samples[request_id] = sample
         self._num_unfinished[sample.prompt] += 1
         bisect.insort(self._waiting, sample, key=_request_id)
@@ -262,7 +262,7 @@ class PassScheduler:
 
     def _admit(self) -> None:
         """Give slots to waiting samples, as long as there are pages for their tokens."""
-        num_free = self._pool.num_free
+        num_free = self.pool.num_free
         while self._waiting and len(self._active) < self._limits.slots:
             sample = self._waiting[0]
             num_pages = self._pages_for(len(sample.tokens))
@@ -284,7 +284,7 @@ class PassScheduler:
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])
-        prefix = _Sequence(shared, PageTable(self._pool, self._pages_for(len(shared))), self._slots)
+        prefix = _Sequence(shared, PageTable(self.pool, self._pages_for(len(shared))), self._slots)
         self._prefixes[sample.prompt] = prefix
         return prefix
 
@@ -298,7 +298,7 @@ class PassScheduler:
         if first >= table.num_shared_positions and table.capacity >= first + count:
             return count
         while table.shares_page_of(first) or table.capacity < first + count:
-            page = self._pool.take()
+            page = self.pool.take()
             if page is None:
                 if not self._free_pages(request_id):
                     return 0 if table.shares_page_of(first) else max(0, table.capacity - first)

@@ -59,7 +59,7 @@ class CompletionServer:
         self._loop = loop
         self._log = log
         self._encoder = PromptEncoder(job, tokenizer, grammars)
-        self._metrics = ServerMetrics()
+        self.metrics = ServerMetrics()
 
     def app(self) -> Starlette:
         """Return the application; on the loopback interface it only accepts requests for this machine's names."""
@@ -69,7 +69,7 @@ class CompletionServer:
         paths = frozenset(path.partition(" ")[2] for path in PATHS)
         return Starlette(
             middleware=[
-                Middleware(Observer, metrics=self._metrics, log=self._log, paths=paths),
+                Middleware(Observer, metrics=self.metrics, log=self._log, paths=paths),
                 Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts),
                 *([Middleware(KeyCheck, key=key)] if key else []),
             ],
@@ -85,10 +85,10 @@ class CompletionServer:
         )
 
     async def _health(self, http: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok", "samples": self._metrics.num_open})
+        return JSONResponse({"status": "ok", "samples": self.metrics.num_open})
 
     async def _metrics_text(self, http: HttpRequest) -> Response:
-        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def _models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -129,18 +129,18 @@ class CompletionServer:
             raise ApiError(
                 f"the request has {num_samples} samples, and this server takes at most {max_samples}; ask for fewer"
             )
-        num_open = self._metrics.num_open
+        num_open = self.metrics.num_open
         if num_open + num_samples > max_samples:
             raise ApiError(
                 f"{num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
                 f"{max_samples}; try again later, or ask for fewer",
                 429,
             )
-        self._metrics.num_open += num_samples
+        self.metrics.num_open += num_samples
         try:
             yield
         finally:
-            self._metrics.num_open -= num_samples
+            self.metrics.num_open -= num_samples
 
     async def _read_body(self, http: HttpRequest) -> bytes:
         """Read the body up to the limit; it must be declared as JSON.
@@ -179,7 +179,7 @@ class CompletionServer:
                 )
             samples += [self._sample(encoded, prompt, i, j, max_tokens) for j in range(request.num_samples)]
         texts = [SampleText(self._tokenizer, self._encoder.table, encoded) for _ in samples]
-        return _Run(http, request, samples, texts, self._metrics, start)
+        return _Run(http, request, samples, texts, self.metrics, start)
 
     def _sample(self, encoded: EncodedRequest, prompt: tuple[int, ...], i: int, j: int, max_tokens: int) -> Request:
         request = encoded.request
