@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.config.chunk_sizes import LINEAR_CHUNK_SIZE
+from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.ops.cpu.linear_attention import CLinearAttention
 from moefold.ops.linear_attention import ChunkedLinearAttention, l2_normalize
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.config.chunk_sizes import LINEAR_CHUNK_SIZE
+from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 
 SUB_CHUNK_SIZE = 16
 """Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.chunk_sizes import LINEAR_CHUNK_SIZE
 from moefold.config.field import MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.limits import MAX_WIDTH
@@ -17,6 +16,8 @@ from moefold.message_text import Problem
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
 
+LINEAR_CHUNK_SIZE = 64
+"""Tokens of a chunk of linear attention: products within chunks grow with it, the number of steps falls with it."""
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
 """Maximum float32 numbers of the recomputed recurrence for each token, in float32 and in bfloat16: multiples of the
 products within a chunk, the keys of the key heads and of the value heads, the values, and the states between chunks.
