@@ -344,16 +344,18 @@ class Search:
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
         plain = self._plain_pipelines(fold, pipelines)
-        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), True, plain)
-        passes = self.cost_model.pass_times(choice.mapping(), plain)
+        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), False, plain)
+        # Overlap only hides communication.
+        passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
         # Slower passes hide more communication, but never more than they take longer.
         for place in np.argsort(passes.seconds[:, 0], kind="stable").tolist():
             if passes.seconds[place, 0] + STEP_OVERHEAD_S >= least_s:
                 break
             for zero, moments in self.memory.placements:
-                if zero in zeros:
-                    m = replace(choice.mapping(plain[place], zero, moments), overlap=False)
+                # ZeRO-2 only reduces more often than ZeRO-1.
+                if zero in zeros and not (zero == 2 and 1 in zeros):
+                    m = choice.mapping(plain[place], zero, moments)
                     least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
@@ -379,7 +381,7 @@ class Search:
             has_own = has_own_memory(dispatcher)
             may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
             if dispatcher != fastest and may_need_less:
-                choices.append(replace(choice, dispatcher=dispatcher))
+                choices.append(choice._replace(dispatcher=dispatcher))
         may_fit = np.any([self.memory.may_fit(choice).any(axis=0) for choice in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
@@ -410,7 +412,7 @@ class Search:
                 has_own = has_own_memory(choice.dispatcher)
                 may_need_less = self.memory_model.activation_memory.may_need_less
                 if seconds < fastest or has_own and may_need_less(choice.mapping()):
-                    yield replace(choice, pipelines=legal)
+                    yield choice._replace(pipelines=legal)
                     fastest = fastest if has_own else seconds
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
@@ -484,7 +486,7 @@ class Search:
         places = [i for k, i in enumerate(places) if k < max_pipelines or choice.pipelines[i] == PLAIN_PIPELINE]
         if not places:
             return
-        choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
+        choice = choice._replace(pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
         passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
         may_fit = self.memory.may_fit(choice)
         dispatch = choice.dispatcher, choice.overlap
