@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import NamedTuple
 
@@ -164,8 +164,8 @@ class Search:
         self.gap = 0.0
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
-        self._layer_bounds: dict[tuple[int, ...], float] = {}
-        """Results of `_add_layer_bounds`, by `_layers_key`."""
+        self._layer_bounds: dict[tuple[int, ...], tuple[float, DispatcherPart | None]] = {}
+        """Results of `_add_layer_bounds` with their dispatchers, by `_layers_key`."""
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each target that fit, best first, each of another fold."""
@@ -285,13 +285,13 @@ class Search:
         }
         self._add_layer_bounds((fold, largest[view]) for fold, view in folds)
         return [
-            samples[view] * (self._layer_bounds[self._layers_key(fold, largest[view])] / largest[view])
+            samples[view] * (self._layer_bounds[self._layers_key(fold, largest[view])][0] / largest[view])
             for fold, view in folds
         ]
 
     def _size_bounds_s(self, fold: Fold, view: AttentionView) -> list[float]:
         """Return a lower bound of a step's seconds with the degrees of a fold and each micro-batch size."""
-        layers = (self._layer_bounds[self._layers_key(fold, size)] for size, _ in view.pipelines_by_mbs)
+        layers = (self._layer_bounds[self._layers_key(fold, size)][0] for size, _ in view.pipelines_by_mbs)
         return [passes * layers_s for passes, layers_s in zip(self._passes_on_rank(view), layers)]
 
     def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
@@ -301,23 +301,23 @@ class Search:
     def _add_layer_bounds(self, wanted: Iterable[tuple[Fold, int]]) -> None:
         """Add lower bounds of the seconds of all layers and the head for one micro-batch, over the dispatchers.
 
-        Overlap only hides communication.
+        Overlap only hides communication. Without a legal dispatcher the bound is inf.
         """
-        bounds = self._layer_bounds
-        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in bounds}
-        choices: list[MicroBatchChoice] = []
-        starts = {}
-        for key, (fold, mbs) in new.items():
-            bounds[key] = inf
-            if dispatchers := self._dispatchers(fold, mbs):
-                starts[key] = len(choices)
-                choices += [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in dispatchers]
-        if starts:
-            least_s = np.minimum.reduceat(self._models_s(choices), list(starts.values()))
-            bounds.update(zip(starts, least_s.tolist(), strict=True))
+        known = self._layer_bounds
+        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in known}
+        choices = {
+            key: [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in self._dispatchers(fold, mbs)]
+            for key, (fold, mbs) in new.items()
+        }
+        seconds = iter(self._models_s(list(chain.from_iterable(choices.values()))))
+        for key, own in choices.items():
+            found = [(next(seconds), choice.dispatcher) for choice in own]
+            known[key] = min(found, key=lambda bound: bound[0], default=(inf, None))
 
-    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> Seconds:
+    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> list[float]:
         """Return the seconds of all layers, the head and the loss for one micro-batch of each choice."""
+        if not choices:
+            return []
         model = self.cost_model.lower_bounds
         workload = model.workload
         mixers, networks = _Distinct(), _Distinct()
@@ -333,11 +333,8 @@ class Search:
             experts = [model.layer_costs.feed_forward(kind, m) for m in networks.mappings]
             blocks = stack_blocks(attention, mixers.places), stack_blocks(experts, networks.places)
             found += number * sum(model.plain_s(blocks, overlap=True))
-        return found
-
-    def _least_layers_s(self, fold: Fold, mbs: int, dispatcher: DispatcherPart) -> float:
-        """Return the bound with one dispatcher."""
-        return float(self.cost_model.lower_bounds.model_s(MicroBatchChoice(fold, mbs, dispatcher, True).mapping()))
+        seconds: list[float] = found.tolist()
+        return seconds
 
     def _step_bound_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
@@ -359,11 +356,10 @@ class Search:
                     least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
-    @memoised(lambda self, fold, mbs: self._layers_key(fold, mbs))
     def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
-        """Return the dispatcher with the fastest layers; all are equal after the layers."""
-        dispatchers = self._dispatchers(fold, mbs)
-        return min(dispatchers, key=lambda dispatcher: self._least_layers_s(fold, mbs, dispatcher))
+        """Return the dispatcher with the fastest layers."""
+        _, dispatcher = self._layer_bounds[self._layers_key(fold, mbs)]
+        return dispatcher or self._dispatchers(fold, mbs)[0]
 
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
