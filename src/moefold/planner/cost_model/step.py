@@ -511,9 +511,7 @@ def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
     return found
 
 
-def _bubbles(
-    mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, table: _PipelineTable
-) -> Seconds:
+def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, table: _PipelineTable) -> Seconds:
     """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
     found = np.zeros_like(mean[0])
     if pp == 1:

@@ -165,8 +165,8 @@ class MemoryFilter:
         queue: list[tuple[float, int, AttentionView, Fold]] = []
         for view in self.space.views:
             folds = self.space.folds_of(view)
-            bounds = self._fold_bounds(view, folds, strategies, pick)
-            queue += [(bound, i, view, fold) for i, (bound, fold) in enumerate(zip(bounds, folds, strict=True), len(queue))]
+            for bound, fold in zip(self._fold_bounds(view, folds, strategies, pick), folds, strict=True):
+                queue.append((bound, len(queue), view, fold))
         heapify(queue)
         while queue and queue[0][0] < limit:
             _, _, view, fold = heappop(queue)

@@ -221,7 +221,6 @@ class Search:
         for fold, view in self.space.folds:
             if not accepts(fold):
                 continue
-            self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
             for bound, mbs_index in sorted(zip(self._size_bounds_s(fold, view), count())):
                 if bound < found.best.get(fold, (limit_s,))[0]:
                     self._price_node(_Node(bound, 0, view, fold, mbs_index), [found], is_beam=is_beam)
@@ -235,7 +234,6 @@ class Search:
         """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
         sizes = node.view.pipelines_by_mbs
         if node.mbs_index < 0:
-            self._add_layer_bounds((node.fold, size) for size, _ in sizes)
             for mbs_index, bound in enumerate(self._size_bounds_s(node.fold, node.view)):
                 yield node._replace(bound_s=max(node.bound_s, bound), mbs_index=mbs_index)
             return
@@ -263,8 +261,8 @@ class Search:
                 results.add(node.fold, timed)
 
     @memoised(all_arguments)
-    def _passes_on_rank(self, view: AttentionView) -> list[float]:
-        """Return a lower bound of a pipeline rank's time with each micro-batch size, in passes through the whole model.
+    def _passes_on_rank(self, view: AttentionView) -> list[tuple[int, float]]:
+        """Return each micro-batch size with a lower bound of a pipeline rank's time, in passes through the whole model.
 
         A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
         """
@@ -272,27 +270,23 @@ class Search:
         for mbs, pipelines in view.pipelines_by_mbs:
             n = self._global_batch_size // (mbs * view.dp)
             most = max(pipeline.vpp for pipeline in pipelines)
-            found.append((n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp)
+            found.append((mbs, (n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp))
         return found
 
     def _fold_bounds_s(self, folds: Sequence[tuple[Fold, AttentionView]]) -> list[float]:
         """Return a lower bound of a step's seconds with the degrees of each fold."""
         # Kernels of the largest micro-batches are the most efficient.
-        largest = {view: view.pipelines_by_mbs[-1][0] for _, view in folds}
-        samples = {
-            view: min(passes * size for passes, (size, _) in zip(self._passes_on_rank(view), view.pipelines_by_mbs))
-            for view in largest
-        }
-        self._add_layer_bounds((fold, largest[view]) for fold, view in folds)
+        largest = [view.pipelines_by_mbs[-1][0] for _, view in folds]
+        self._add_layer_bounds((fold, size) for (fold, _), size in zip(folds, largest, strict=True))
         return [
-            samples[view] * (self._layer_bounds[self._layers_key(fold, largest[view])][0] / largest[view])
-            for fold, view in folds
+            min(passes * size for size, passes in self._passes_on_rank(view)) * (self._layers_s(fold, most) / most)
+            for (fold, view), most in zip(folds, largest, strict=True)
         ]
 
     def _size_bounds_s(self, fold: Fold, view: AttentionView) -> list[float]:
         """Return a lower bound of a step's seconds with the degrees of a fold and each micro-batch size."""
-        layers = (self._layer_bounds[self._layers_key(fold, size)][0] for size, _ in view.pipelines_by_mbs)
-        return [passes * layers_s for passes, layers_s in zip(self._passes_on_rank(view), layers)]
+        self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
+        return [passes * self._layers_s(fold, size) for size, passes in self._passes_on_rank(view)]
 
     def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
         peers = () if self.cost_model.workload.attention is None else (fold.dp,)
@@ -301,7 +295,7 @@ class Search:
     def _add_layer_bounds(self, wanted: Iterable[tuple[Fold, int]]) -> None:
         """Add lower bounds of the seconds of all layers and the head for one micro-batch, over the dispatchers.
 
-        Overlap only hides communication. Without a legal dispatcher the bound is inf.
+        Overlap only hides communication.
         """
         known = self._layer_bounds
         new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in known}
@@ -356,10 +350,13 @@ class Search:
                     least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
+    def _layers_s(self, fold: Fold, mbs: int) -> float:
+        """Return the seconds of `_add_layer_bounds`; without a legal dispatcher they are inf."""
+        return self._layer_bounds[self._layers_key(fold, mbs)][0]
+
     def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
         """Return the dispatcher with the fastest layers."""
-        _, dispatcher = self._layer_bounds[self._layers_key(fold, mbs)]
-        return dispatcher or self._dispatchers(fold, mbs)[0]
+        return self._layer_bounds[self._layers_key(fold, mbs)][1] or self._dispatchers(fold, mbs)[0]
 
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
