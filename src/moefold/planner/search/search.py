@@ -1,10 +1,10 @@
 """Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
 A queue holds folds, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds: the layers of
-one micro-batch without recomputation and the least bubble. The search refines the lowest bound, for a pair by the
-memory strategies that may fit at three snapshots of the step. Sends, reductions and the optimizer only add seconds. A
-fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and memory strategies together
-(`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its step.
+one micro-batch without recomputation and the least bubble, for all folds at once. The search refines the lowest bound,
+for a pair first by its pipelines, data parallelism and optimizer, then by the memory strategies that may fit at three
+snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and memory
+strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its step.
 
 The search is a beam for each number of pipeline ranks: it looks at the memory of `BEAM` pairs. Mappings with few
 pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far the lowest bound
@@ -13,8 +13,8 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
@@ -112,23 +112,6 @@ class _Node(NamedTuple):
     """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
     has_memory: bool = False
     """True if the bound takes memory into account."""
-
-
-class _Distinct:
-    """Distinct mappings of many choices, by what a block of a layer depends on."""
-
-    def __init__(self) -> None:
-        self.mappings: list[ParallelMapping] = []
-        self.places: list[int] = []
-        """Index into `mappings` of each choice."""
-        self._known: dict[tuple[object, ...], int] = {}
-
-    def add(self, key: tuple[object, ...], choice: MicroBatchChoice) -> None:
-        """Add a choice."""
-        place = self._known.setdefault(key, len(self.mappings))
-        if place == len(self.mappings):
-            self.mappings.append(choice.mapping())
-        self.places.append(place)
 
 
 class _TargetResults:
@@ -313,20 +296,18 @@ class Search:
         if not choices:
             return []
         model = self.cost_model.lower_bounds
-        workload = model.workload
-        mixers, networks = _Distinct(), _Distinct()
-        for choice in choices:
-            f, mbs = choice.fold, choice.mbs
-            peers = () if workload.attention is None else (f.dp, f.ep, f.etp)
-            mixers.add((f.tp, f.cp, mbs, *peers), choice)
-            cp = f.cp if workload.is_coupled else 1
-            networks.add((f.tp, mbs / f.cp, cp, f.ep, f.etp, choice.dispatcher), choice)
-        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers.mappings])[mixers.places]
+        has_documents, is_coupled = model.workload.attention is not None, model.workload.is_coupled
+        of_mixer = self._layers_key if has_documents else lambda fold, mbs: (fold.tp, fold.cp, mbs)
+        mixers, mixer_of = _distinct(choices, lambda c: of_mixer(c.fold, c.mbs))
+        networks, network_of = _distinct(
+            choices,
+            lambda c: (c.fold.tp, c.mbs / c.fold.cp, c.fold.cp * is_coupled, c.fold.ep, c.fold.etp, c.dispatcher),
+        )
+        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers])[mixer_of]
         for kind, number in enumerate(model.kind_counts):
-            attention = [model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers.mappings]
-            experts = [model.layer_costs.feed_forward(kind, m) for m in networks.mappings]
-            blocks = stack_blocks(attention, mixers.places), stack_blocks(experts, networks.places)
-            found += number * sum(model.plain_s(blocks, overlap=True))
+            mixer = stack_blocks([model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers], mixer_of)
+            network = stack_blocks([model.layer_costs.feed_forward(kind, m) for m in networks], network_of)
+            found += number * sum(model.plain_s((mixer, network), overlap=True))
         seconds: list[float] = found.tolist()
         return seconds
 
@@ -362,19 +343,12 @@ class Search:
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
         """Return the least seconds of recomputation in a step with some ZeRO stages that may fit; inf if none may."""
-        plain = self._plain_pipelines(fold, pipelines)
-        fastest = self._fastest_dispatcher(fold, size)
-        choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
-        probe = choice.mapping(plain[0])
-        choices = [choice]
-        is_own = has_own_memory(fastest)
-        for dispatcher in self._dispatchers(fold, size):
-            other = replace(probe, dispatcher=dispatcher)
-            # Dispatchers without extra memory save the same tensors, perhaps fewer than the fastest.
-            has_own = has_own_memory(dispatcher)
-            may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
-            if dispatcher != fastest and may_need_less:
-                choices.append(choice._replace(dispatcher=dispatcher))
+        # Overlap needs no less memory than none.
+        choices = list(self._choices(fold, size, pipelines, False)) or list(self._choices(fold, size, pipelines, True))
+        if not choices:
+            return inf
+        probe = choices[0].mapping()
+        choices = [choice._replace(pipelines=small_pipelines(choice.pipelines)) for choice in choices]
         may_fit = np.any([self.memory.may_fit(choice).any(axis=0) for choice in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
@@ -389,24 +363,24 @@ class Search:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
         return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
 
-    def _choices(self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]) -> Iterator[MicroBatchChoice]:
-        """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""
+    def _choices(
+        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], overlap: bool
+    ) -> Iterator[MicroBatchChoice]:
+        """Yield the dispatchers to look at, fastest first, and the pipelines that are legal with them."""
         plain = self._plain_pipelines(fold, pipelines)
-        dispatchers = self._dispatchers(fold, size)
-        for overlap in (False, True):
-            fastest = inf
-            choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in dispatchers]
-            times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
-            for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
-                legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
-                if not legal:
-                    continue
-                # Most dispatchers save the same tensors, so the fastest of them is enough.
-                has_own = has_own_memory(choice.dispatcher)
-                may_need_less = self.memory_model.activation_memory.may_need_less
-                if seconds < fastest or has_own and may_need_less(choice.mapping()):
-                    yield choice._replace(pipelines=legal)
-                    fastest = fastest if has_own else seconds
+        fastest = inf
+        choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self._dispatchers(fold, size)]
+        times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
+        for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
+            legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
+            if not legal:
+                continue
+            # Most dispatchers save the same tensors, so the fastest of them is enough.
+            has_own = has_own_memory(choice.dispatcher)
+            may_need_less = self.memory_model.activation_memory.may_need_less
+            if seconds < fastest or has_own and may_need_less(choice.mapping()):
+                yield choice._replace(pipelines=legal)
+                fastest = fastest if has_own else seconds
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
@@ -439,7 +413,7 @@ class Search:
         found: dict[tuple[int, ...], TimedMapping] = {}
         queue: list[Candidate] = []
         bounds = dict(limits)
-        for choice in self._choices(fold, size, pipelines):
+        for choice in chain(*(self._choices(fold, size, pipelines, overlap) for overlap in (False, True))):
             for m, seconds in self._candidates(choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
                 if is_beam:
@@ -495,3 +469,12 @@ class Search:
     def smallest_plan(self) -> PlannedMapping:
         """Return the mapping of least memory; the space has one."""
         return self.price(self.memory.smallest[1])
+
+
+def _distinct(
+    choices: Sequence[MicroBatchChoice], key: Callable[[MicroBatchChoice], Hashable]
+) -> tuple[list[ParallelMapping], list[int]]:
+    """Return the mappings of choices with distinct keys, and the index of each choice's."""
+    known: dict[Hashable, tuple[int, MicroBatchChoice]] = {}
+    places = [known.setdefault(key(choice), (len(known), choice))[0] for choice in choices]
+    return [choice.mapping() for _, choice in known.values()], places
