@@ -134,14 +134,11 @@ class _Units:
         sources = self._stages
         if len(sources) > MAX_STAGES:
             sources = np.flatnonzero(np.isin(self._ranks, (work[0].argmax(), size[0].argmax())))
-        moved = [bounds]
-        for source in sources[counts[sources] > 1]:
-            for target in self._stages:
-                one = bounds.copy()
-                one[source + 1 : target + 1] -= 1
-                one[target + 1 : source + 1] += 1
-                moved.append(one)
-        return np.array(moved)
+        source, target, bound = np.ix_(sources[counts[sources] > 1], self._stages, np.arange(len(bounds)))
+        later = (target < bound) & (bound <= source)
+        earlier = (source < bound) & (bound <= target)
+        moved = bounds + later - earlier.astype(bounds.dtype)
+        return np.concatenate([bounds[None], moved.reshape(-1, len(bounds))])
 
 
 def _rounded(keys: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ Where a source prints its FLOPs for a token, the sizes in `foreign_models.toml` 
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -130,8 +130,17 @@ def _model(keys: Mapping[str, Any]) -> ModelConfig:
     return _hybrid(model, **keys["hybrid"]) if "hybrid" in keys else model
 
 
-_TABLES = tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
-SYNONYMS: dict[str, str] = {other: name for name, others in _TABLES["synonyms"].items() for other in others}
-"""Names of models by other spellings in tables of measurements."""
-FOREIGN_MODELS = {name: _model(keys) for name, keys in _TABLES.items() if name != "synonyms"}
-"""Models by name. All except a `ForeignModel` can be planned and trained."""
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, Any]:
+    return tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
+
+
+def synonyms() -> dict[str, str]:
+    """Return the names of models by other spellings in tables of measurements."""
+    return {other: name for name, others in _tables()["synonyms"].items() for other in others}
+
+
+@lru_cache(maxsize=1)
+def foreign_models() -> dict[str, ModelConfig]:
+    """Return the models by name. All except a `ForeignModel` can be planned and trained."""
+    return {name: _model(keys) for name, keys in _tables().items() if name != "synonyms"}

@@ -17,7 +17,7 @@ from moefold.config.suggestions import closest_match, download_advice
 from moefold.cost.flops import TRAIN_TO_FORWARD, layer_flops, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
-from moefold.planner.foreign_models import FOREIGN_MODELS, SYNONYMS, ForeignModel
+from moefold.planner.foreign_models import ForeignModel, foreign_models, synonyms
 from moefold.recipe import load_config
 
 
@@ -109,7 +109,7 @@ def load_model_spec(name: str) -> ModelSpec:
         )
     if known is None:
         # Only `moefold plan-accuracy` prices the others.
-        trainable = (name for name, model in FOREIGN_MODELS.items() if not isinstance(model, ForeignModel))
+        trainable = (name for name, model in foreign_models().items() if not isinstance(model, ForeignModel))
         names = (*preset_names(), *sorted(trainable))
         guess = closest_match(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
@@ -120,15 +120,17 @@ def load_model_spec(name: str) -> ModelSpec:
             f"model {name!r} is unknown; {hint} models are {', '.join(sorted(names))}; "
             "or name a recipe.toml, or a folder with a config.json"
         )
-    if known in FOREIGN_MODELS:
-        return ModelSpec(known, FOREIGN_MODELS[known])
-    return ModelSpec(known, load_config(None, [f"model.preset={known}"]).model)
+    if known in preset_names():
+        return ModelSpec(known, load_config(None, [f"model.preset={known}"]).model)
+    return ModelSpec(known, foreign_models()[known])
 
 
 @lru_cache(maxsize=512)
 def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
-    names = SYNONYMS | {_normalise_name(known): known for known in (*preset_names(), *FOREIGN_MODELS)}
+    if name in preset_names():
+        return name
+    names = synonyms() | {_normalise_name(known): known for known in (*preset_names(), *foreign_models())}
     return names.get(_normalise_name(_PARENTHESES.sub("", name)))
 
 

@@ -5,6 +5,7 @@ planner, the runtime and `moefold layout` share this module.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm, log, prod
 
 from moefold.config.parallel import ParallelConfig
@@ -154,8 +155,8 @@ def fold(
     dp = _divide("cp", cp, rows, "world_size/(tp*pp)", multiple)
     moe_rows = _divide("etp", etp, stage, "world_size/pp", multiple)
     edp = _divide("ep", ep, moe_rows, "world_size/(etp*pp)", multiple)
-    attention = _parse_view("order", order, {"tp": tp, "cp": cp, "dp": dp, "pp": pp})
-    moe = _parse_view("moe_order", moe_order, {"etp": etp, "ep": ep, "edp": edp, "pp": pp})
+    attention = _parse_view("order", order, (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)))
+    moe = _parse_view("moe_order", moe_order, (("etp", etp), ("ep", ep), ("edp", edp), ("pp", pp)))
     layout = Layout(attention, moe)
     _check_pipeline_groups(layout)
     return layout
@@ -208,8 +209,10 @@ def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:
     raise ConfigError(Problem(f"parallel.{key}", value, rule, way_out))
 
 
-def _parse_view(key: str, order: str, degrees: dict[str, int]) -> View:
+@lru_cache(maxsize=4096)
+def _parse_view(key: str, order: str, degrees_of_axes: tuple[tuple[str, int], ...]) -> View:
     axes = tuple(order.split("-"))
+    degrees = dict(degrees_of_axes)
     if sorted(axes) != sorted(degrees):
         default = DEFAULT_ORDER if key == "order" else DEFAULT_MOE_ORDER
         rule = f"must name each of {', '.join(degrees)} once, slowest to fastest, joined by '-'"

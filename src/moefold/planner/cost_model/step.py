@@ -9,7 +9,7 @@ stages) and memory strategies (parts to recompute or offload) are priced many at
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +107,19 @@ class PassTimes:
     """Step seconds of the bubble, [pipelines, strategies]."""
     contents: LayerCounts
     """Layers on that rank, [pipelines, strategies, kinds + 1]."""
+
+
+class _PipelineTable(NamedTuple):
+    """The layers on the ranks of some pipelines."""
+
+    contents: LayerCounts
+    """Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1]."""
+    shares: Seconds
+    """The share of the ranks that have them, [pipelines, 1, contents]."""
+    vpp: NDArray[np.intp]
+    """Virtual stages, [pipelines, 1]."""
+    places: dict[str | Part, list[int]]
+    """Indices of the pipelines of each schedule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,25 +234,28 @@ class CostModel:
             times = (self.layer_time(kind, mapping, strategies) for kind in kinds)
             layers = np.array([(layer.forward_s, layer.backward_s) for layer in times])
         wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
-        contents, shares = self._rank_contents_of(mapping.pp, pipelines)
+        table = self._pipeline_table(mapping.pp, pipelines)
+        contents, shares = table.contents, table.shares
         head = self.head_and_loss_s(mapping)
         # Seconds of each content, [pipelines, contents, strategies].
         forward, backward = (
             contents[:, :, :-1] @ layers[:, direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
         )
-        busiest = (forward + backward).argmax(axis=1, keepdims=True)
-        forward_s, backward_s = (np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward))
+        busiest = (forward + backward).argmax(axis=1)
+        of_pipelines = np.arange(len(pipelines))[:, None]
+        at = of_pipelines, busiest, np.arange(busiest.shape[1])
+        forward_s, backward_s = forward[at], backward[at]
         weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
         mean_forward, mean_backward = ((shares @ ranks)[:, 0] for ranks in (forward, backward))
-        sends, send_back = self.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
-        bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), mapping.pp, n, pipelines)
+        sends, send_back = self.exposed_p2p_s(mapping, table.vpp, n)
+        bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), mapping.pp, n, table)
         return PassTimes(
             seconds=n * (forward_s + backward_s) + sends + bubble,
             forward_s=forward_s,
             backward_s=backward_s,
             sends_s=sends,
             bubble_s=bubble,
-            contents=np.take_along_axis(contents, busiest[:, 0, :, None], axis=1),
+            contents=contents[of_pipelines, busiest],
         )
 
     def step_s(self, passes: PassTimes, mapping: ParallelMapping, place: int) -> Seconds:
@@ -270,13 +286,8 @@ class CostModel:
         return total
 
     @memoised(all_arguments)
-    def _rank_contents_of(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> tuple[Seconds, Seconds]:
-        """Return the contents of the ranks of some pipelines; ranks with equal layers are merged.
-
-        Returns:
-            Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1].
-            The share of the ranks that have them, [pipelines, 1, contents].
-        """
+    def _pipeline_table(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> "_PipelineTable":
+        """Return the contents of the ranks of some pipelines; ranks with equal layers are merged."""
         found = [
             Counter((*layers, has_loss) for layers, _, has_loss in self.rank_contents(pp, p.vpp, p.schedule))
             for p in pipelines
@@ -288,7 +299,10 @@ class CostModel:
         for i, contents in enumerate(found):
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
-        return counts, shares
+        places: dict[str | Part, list[int]] = {}
+        for i, pipeline in enumerate(pipelines):
+            places.setdefault(pipeline.schedule, []).append(i)
+        return _PipelineTable(counts, shares, np.array([[pipeline.vpp] for pipeline in pipelines]), places)
 
     def _layer_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
         """Return the values that decide the time of a layer; without experts, their degrees are not among them."""
@@ -496,16 +510,15 @@ def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
     }
 
 
-def _bubbles(
-    mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
-) -> Seconds:
+def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, table: _PipelineTable) -> Seconds:
     """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
     found = np.zeros_like(mean[0])
-    for schedule in dict.fromkeys(p.schedule for p in pipelines):
-        indices = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
-        vpp = np.array([[pipelines[i].vpp] for i in indices])
-        forward, backward, weight = (seconds[indices] for seconds in mean)
-        found[indices] = bubble_s(
+    if pp == 1:
+        return found
+    for schedule, places in table.places.items():
+        forward, backward, weight = (seconds[places] for seconds in mean)
+        vpp = table.vpp[places]
+        found[places] = bubble_s(
             forward, backward, weight, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
         )
     return found

@@ -292,7 +292,7 @@ class Restriction:
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
-        is_as_fixed = all(getattr(degrees, axis) == self.fixed[axis] for axis in FOLD_DEGREES if axis in self.fixed)
+        is_as_fixed = all(getattr(degrees, axis) == value for axis, value in self.fixed.items() if axis in FOLD_DEGREES)
         return is_as_fixed and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":

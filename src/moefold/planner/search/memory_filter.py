@@ -1,17 +1,17 @@
 """Memory of the mappings of a space before any is priced: lower bounds, the mappings that may fit, and the smallest.
 
-A lower bound of a fold has its states to the byte and the inputs of its layers, the least that recomputation leaves,
-at three snapshots of the step. Mappings are looked at by their bounds, least first, and the first that fits, or whose
-memory is below all other bounds, ends the walk.
+A lower bound of a fold has the share of a rank in the states, one gathered layer and the inputs of its layers, the
+least that recomputation leaves, at three snapshots of the step, for all folds of a view at once. Folds are looked at by
+their bounds, least first, and the first mapping that fits, or whose memory is below all other bounds, ends the walk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import count, product
+from heapq import heapify, heappop
+from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,7 @@ def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVar
     return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchChoice:
+class MicroBatchChoice(NamedTuple):
     """A fold with a micro-batch size, a dispatcher and overlap, and the pipelines that are legal with them."""
 
     fold: Fold
@@ -94,7 +93,7 @@ class MemoryFilter:
     @cached_property
     def smallest(self) -> SizedMapping:
         """The mapping of `small_pipelines` of least memory with recomputed layers, where that is legal."""
-        return min(self._walk(self.space.views, self.frugal_strategies), key=lambda sized: sized[0])
+        return min(self._walk(self.frugal_strategies), key=lambda sized: sized[0])
 
     @cached_property
     def min_share_fits(self) -> bool:
@@ -132,10 +131,15 @@ class MemoryFilter:
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
-        _, counts = self._peak_counts(choice)
-        sizes = self._state_bytes(choice)[:, :, :, None] + (counts @ saved.T)[:, :, None, :]
-        found: NDArray[np.bool_] = sizes.max(axis=1) <= self.usable_bytes
+        found: NDArray[np.bool_] = self._least_bytes(choice, self.space.strategies) <= self.usable_bytes
+        return found
+
+    def _least_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteCounts:
+        """Return the most bytes of mappings at three snapshots of the step, [pipelines, placements, strategies]."""
+        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies)
+        states, inputs = self._peak_counts(choice)
+        held = states @ self._persistent_bytes(choice).T + self.memory_model.workspace(choice.mapping())
+        found: ByteCounts = (held[:, :, :, None] + (inputs @ saved.T)[:, :, None, :]).max(axis=1)
         return found
 
     @cached_property
@@ -147,17 +151,10 @@ class MemoryFilter:
     def _any_fits_with(self, strategies: MemoryStrategies, pick: PipelineChoice = small_pipelines) -> bool:
         """Return whether some mapping with one of the strategies and of the pipelines fits."""
         capacity = self.memory_model.device.memory_bytes
-        views = sorted(self.space.views, key=lambda view: self._view_bytes(view, strategies, pick))
-        return any(
-            size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.usable_bytes, pick)
-        )
+        return any(size <= capacity for size, _ in self._walk(strategies, self.usable_bytes, pick))
 
     def _walk(
-        self,
-        views: Sequence[AttentionView],
-        strategies: MemoryStrategies,
-        room: float = inf,
-        pick: PipelineChoice = small_pipelines,
+        self, strategies: MemoryStrategies, room: float = inf, pick: PipelineChoice = small_pipelines
     ) -> Iterator[SizedMapping]:
         """Yield mappings that may need less memory than `usable_bytes`, or, without it, less than all mappings before.
 
@@ -165,27 +162,20 @@ class MemoryFilter:
             room: bytes above which no mapping counts.
         """
         limit = room
-        queue: list[tuple[float, int, AttentionView, Fold | None]] = [
-            (self._view_bytes(view, strategies, pick), i, view, None) for i, view in enumerate(views)
-        ]
+        queue: list[tuple[float, int, AttentionView, Fold]] = []
+        for view in self.space.views:
+            folds = self.space.folds_of(view)
+            for bound, fold in zip(self._fold_bounds(view, folds, strategies, pick), folds, strict=True):
+                queue.append((bound, len(queue), view, fold))
         heapify(queue)
-        numbers = count(len(queue))
         while queue and queue[0][0] < limit:
             _, _, view, fold = heappop(queue)
-            if fold is not None:
-                # The dispatcher's own rules may forbid the smallest micro-batches.
-                legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
-                for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
-                    for sized in self._sized(fold, size, pipelines, strategies, pick):
-                        limit = room if room < inf else min(limit, sized[0])
-                        yield sized
-                continue
-            for one in self.space.folds_of(view):
-                bound = min(
-                    float(self._fold_bytes(one, size, pick(pipelines), strategies).min())
-                    for size, pipelines in self._small_sizes(view)
-                )
-                heappush(queue, (bound, next(numbers), view, one))
+            # The dispatcher's own rules may forbid the smallest micro-batches.
+            legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
+            for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
+                for sized in self._sized(fold, size, pipelines, strategies, pick, limit):
+                    limit = room if room < inf else min(limit, sized[0])
+                    yield sized
 
     def _sized(
         self,
@@ -194,8 +184,9 @@ class MemoryFilter:
         pipelines: tuple[PipelineVariant, ...],
         strategies: MemoryStrategies,
         pick: PipelineChoice,
+        limit: float,
     ) -> Iterator[SizedMapping]:
-        """Yield the smallest mapping of a fold under each dispatcher, pipeline and placement of the states."""
+        """Yield the smallest mapping of a fold below a limit for each dispatcher, pipeline and placement of states."""
         may_need_less = self.memory_model.activation_memory.may_need_less
         is_covered = False
         for dispatcher in self.space.dispatchers(fold, mbs):
@@ -211,35 +202,51 @@ class MemoryFilter:
             if choice is None or is_covered and not (has_own and may_need_less(choice.mapping())):
                 continue
             is_covered = is_covered or not has_own
-            choice = replace(choice, pipelines=pick(choice.pipelines))
-            for pipeline in choice.pipelines:
+            choice = choice._replace(pipelines=pick(choice.pipelines))
+            least_bytes = self._least_bytes(choice, strategies).min(axis=2)
+            for pipeline, of_pipeline in zip(choice.pipelines, least_bytes, strict=True):
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
-                for zero, moments in self.placements:
-                    if zero in zeros:
+                for (zero, moments), bound in zip(self.placements, of_pipeline, strict=True):
+                    if zero in zeros and bound < limit:
                         m = choice.mapping(pipeline, zero, moments)
                         totals = self.memory_model.totals(m, strategies)
                         yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
 
-    def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies, pick: PipelineChoice) -> float:
-        """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
-        size, pipelines = view.pipelines_by_mbs[0]
-        fold = Fold(view.tp, view.cp, view.dp, view.pp, 1, 1, view.tp * view.cp * view.dp)
-        choice = MicroBatchChoice(fold, size, self._any_dispatcher, False, pick(pipelines))
-        states, inputs = self._peak_counts(choice)
-        shares = states @ self._whole_states.T / fold.edp
-        found = shares + (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (size / fold.cp)
-        return float(found.max(axis=1).min()) + self._least_workspace
+    def _fold_bounds(
+        self, view: AttentionView, folds: Sequence[Fold], strategies: MemoryStrategies, pick: PipelineChoice
+    ) -> list[float]:
+        """Return a lower bound of the bytes of each fold of a view.
 
-    def _fold_bytes(
-        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], strategies: MemoryStrategies
-    ) -> ByteCounts:
-        """Return a lower bound of the bytes with each placement of the states, [placements]."""
-        legal = self.space.dispatchers(fold, mbs)
-        choice = MicroBatchChoice(fold, mbs, legal[0] if legal else self._any_dispatcher, False, pipelines)
-        _, inputs = self._peak_counts(choice)
-        saved = (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (mbs / fold.cp)
-        found: ByteCounts = (self._state_bytes(choice) + saved).max(axis=1).min(axis=0)
-        return found
+        It has states shared by all ranks of a stage, gathered weights of the ends and of the largest layer, the inputs
+        of layers, and the gradients of one layer.
+        """
+        found: ByteCounts = np.full(len(folds), inf)
+        columns = self.memory_model.columns
+        ends = [columns.state_column(name) for name in ("embedding", "head")]
+        sharded = [self._sharded_bytes(fold.tp, fold.ep, fold.etp) for fold in folds]
+        gathered = np.array([columns for columns, _ in sharded])[:, None, None]
+        stage = view.tp * view.cp * view.dp
+        is_single = stage * view.pp == 1
+        for size, pipelines in self._small_sizes(view) if folds else ():
+            whole = Fold(view.tp, view.cp, view.dp, view.pp, 1, 1, stage)
+            choice = MicroBatchChoice(whole, size, self._any_dispatcher, False, pick(pipelines))
+            states, inputs = self._peak_counts(choice)
+            held = (states @ self._whole_states.T).min(axis=2) / stage
+            held += inputs @ self._saved_bytes(view.tp, strategies) * (size / view.cp)
+            if not is_single:
+                has_unit = states[..., columns.layer_units] > 0
+                layer = (gathered[..., columns.layer_units] * has_unit).max(axis=3)
+                held = held + layer + (gathered[..., ends] * states[..., ends]).sum(axis=3)
+            found = np.minimum(found, held.max(axis=-1).min(axis=-1))
+        bounds: list[float] = (found + [self._least_workspace if is_single else size for _, size in sharded]).tolist()
+        return bounds
+
+    @memoised(all_arguments)
+    def _sharded_bytes(self, tp: int, ep: int, etp: int) -> tuple[ByteCounts, float]:
+        """Return the gathered weights of each state column without padding, and the workspace without tokens."""
+        mapping = ParallelMapping(tp=tp, dp=2, ep=ep, etp=etp, mbs=0)
+        states = self.memory_model.state_memory.bytes_by_part(replace(mapping, mbs=1, zero=0))
+        return states[STATE_PARTS.index("gathered")], self.memory_model.workspace(mapping)
 
     @cached_property
     def _any_dispatcher(self) -> DispatcherPart:
@@ -267,7 +274,7 @@ class MemoryFilter:
         # Rows of dropped tokens stay in memory where experts are not spread, and not where they are.
         degrees = (1, 2) if self.memory_model.model_spec.config.routed else (1,)
         mappings = [
-            replace(self._single, fold=self._single.fold._replace(tp=tp, ep=ep, edp=max(1, tp // ep)), dispatcher=one)
+            self._single._replace(fold=self._single.fold._replace(tp=tp, ep=ep, edp=max(1, tp // ep)), dispatcher=one)
             for ep in degrees
             for one in self.space.searched_dispatchers
         ]
@@ -278,13 +285,6 @@ class MemoryFilter:
         of_layers = self.memory_model.columns.layer_slice("saved")
         found: ByteCounts = np.zeros_like(sizes)
         found[of_layers] = sizes[of_layers]
-        return found
-
-    def _state_bytes(self, choice: MicroBatchChoice) -> ByteCounts:
-        """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
-        counts, _ = self._peak_counts(choice)
-        workspace = self.memory_model.workspace(choice.mapping())
-        found: ByteCounts = counts @ self._persistent_bytes(choice).T + workspace
         return found
 
     @memoised(lambda self, choice: (choice.fold.pp, choice.fold.dp * choice.mbs, choice.overlap, choice.pipelines))

@@ -1,10 +1,10 @@
 """Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
 A queue holds folds, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds: the layers of
-one micro-batch without recomputation and the least bubble. The search refines the lowest bound, for a pair by the
-memory strategies that may fit at three snapshots of the step. Sends, reductions and the optimizer only add seconds. A
-fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and memory strategies together
-(`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its step.
+one micro-batch without recomputation and the least bubble, for all folds at once. The search refines the lowest bound,
+for a pair first by its pipelines, data parallelism and optimizer, then by the memory strategies that may fit at three
+snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and memory
+strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its step.
 
 The search is a beam for each number of pipeline ranks: it looks at the memory of `BEAM` pairs. Mappings with few
 pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far the lowest bound
@@ -13,11 +13,11 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import NamedTuple
 
@@ -114,23 +114,6 @@ class _Node(NamedTuple):
     """True if the bound takes memory into account."""
 
 
-class _Distinct:
-    """Distinct mappings of many choices, by what a block of a layer depends on."""
-
-    def __init__(self) -> None:
-        self.mappings: list[ParallelMapping] = []
-        self.places: list[int] = []
-        """Index into `mappings` of each choice."""
-        self._known: dict[tuple[object, ...], int] = {}
-
-    def add(self, key: tuple[object, ...], choice: MicroBatchChoice) -> None:
-        """Add a choice."""
-        place = self._known.setdefault(key, len(self.mappings))
-        if place == len(self.mappings):
-            self.mappings.append(choice.mapping())
-        self.places.append(place)
-
-
 class _TargetResults:
     """The best mappings of a target so far, one for each fold."""
 
@@ -164,8 +147,8 @@ class Search:
         self.gap = 0.0
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
-        self._layer_bounds: dict[tuple[int, ...], float] = {}
-        """Results of `_add_layer_bounds`, by `_layers_key`."""
+        self._layer_bounds: dict[tuple[int, ...], tuple[float, DispatcherPart | None]] = {}
+        """Results of `_add_layer_bounds` with their dispatchers, by `_layers_key`."""
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each target that fit, best first, each of another fold."""
@@ -221,7 +204,6 @@ class Search:
         for fold, view in self.space.folds:
             if not accepts(fold):
                 continue
-            self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
             for bound, mbs_index in sorted(zip(self._size_bounds_s(fold, view), count())):
                 if bound < found.best.get(fold, (limit_s,))[0]:
                     self._price_node(_Node(bound, 0, view, fold, mbs_index), [found], is_beam=is_beam)
@@ -235,7 +217,6 @@ class Search:
         """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
         sizes = node.view.pipelines_by_mbs
         if node.mbs_index < 0:
-            self._add_layer_bounds((node.fold, size) for size, _ in sizes)
             for mbs_index, bound in enumerate(self._size_bounds_s(node.fold, node.view)):
                 yield node._replace(bound_s=max(node.bound_s, bound), mbs_index=mbs_index)
             return
@@ -263,8 +244,8 @@ class Search:
                 results.add(node.fold, timed)
 
     @memoised(all_arguments)
-    def _passes_on_rank(self, view: AttentionView) -> list[float]:
-        """Return a lower bound of a pipeline rank's time with each micro-batch size, in passes through the whole model.
+    def _passes_on_rank(self, view: AttentionView) -> list[tuple[int, float]]:
+        """Return each micro-batch size with a lower bound of a pipeline rank's time, in passes through the whole model.
 
         A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
         """
@@ -272,27 +253,23 @@ class Search:
         for mbs, pipelines in view.pipelines_by_mbs:
             n = self._global_batch_size // (mbs * view.dp)
             most = max(pipeline.vpp for pipeline in pipelines)
-            found.append((n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp)
+            found.append((mbs, (n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp))
         return found
 
     def _fold_bounds_s(self, folds: Sequence[tuple[Fold, AttentionView]]) -> list[float]:
         """Return a lower bound of a step's seconds with the degrees of each fold."""
         # Kernels of the largest micro-batches are the most efficient.
-        largest = {view: view.pipelines_by_mbs[-1][0] for _, view in folds}
-        samples = {
-            view: min(passes * size for passes, (size, _) in zip(self._passes_on_rank(view), view.pipelines_by_mbs))
-            for view in largest
-        }
-        self._add_layer_bounds((fold, largest[view]) for fold, view in folds)
+        largest = [view.pipelines_by_mbs[-1][0] for _, view in folds]
+        self._add_layer_bounds((fold, size) for (fold, _), size in zip(folds, largest, strict=True))
         return [
-            samples[view] * (self._layer_bounds[self._layers_key(fold, largest[view])] / largest[view])
-            for fold, view in folds
+            min(passes * size for size, passes in self._passes_on_rank(view)) * (self._layers_s(fold, most) / most)
+            for (fold, view), most in zip(folds, largest, strict=True)
         ]
 
     def _size_bounds_s(self, fold: Fold, view: AttentionView) -> list[float]:
         """Return a lower bound of a step's seconds with the degrees of a fold and each micro-batch size."""
-        layers = (self._layer_bounds[self._layers_key(fold, size)] for size, _ in view.pipelines_by_mbs)
-        return [passes * layers_s for passes, layers_s in zip(self._passes_on_rank(view), layers)]
+        self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
+        return [passes * self._layers_s(fold, size) for size, passes in self._passes_on_rank(view)]
 
     def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
         peers = () if self.cost_model.workload.attention is None else (fold.dp,)
@@ -303,83 +280,75 @@ class Search:
 
         Overlap only hides communication.
         """
-        bounds = self._layer_bounds
-        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in bounds}
-        choices: list[MicroBatchChoice] = []
-        starts = {}
-        for key, (fold, mbs) in new.items():
-            bounds[key] = inf
-            if dispatchers := self._dispatchers(fold, mbs):
-                starts[key] = len(choices)
-                choices += [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in dispatchers]
-        if starts:
-            least_s = np.minimum.reduceat(self._models_s(choices), list(starts.values()))
-            bounds.update(zip(starts, least_s.tolist(), strict=True))
+        known = self._layer_bounds
+        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in known}
+        choices = {
+            key: [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in self._dispatchers(fold, mbs)]
+            for key, (fold, mbs) in new.items()
+        }
+        seconds = iter(self._models_s(list(chain.from_iterable(choices.values()))))
+        for key, own in choices.items():
+            found = [(next(seconds), choice.dispatcher) for choice in own]
+            known[key] = min(found, key=lambda bound: bound[0], default=(inf, None))
 
-    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> Seconds:
+    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> list[float]:
         """Return the seconds of all layers, the head and the loss for one micro-batch of each choice."""
+        if not choices:
+            return []
         model = self.cost_model.lower_bounds
-        workload = model.workload
-        mixers, networks = _Distinct(), _Distinct()
-        for choice in choices:
-            f, mbs = choice.fold, choice.mbs
-            peers = () if workload.attention is None else (f.dp, f.ep, f.etp)
-            mixers.add((f.tp, f.cp, mbs, *peers), choice)
-            cp = f.cp if workload.is_coupled else 1
-            networks.add((f.tp, mbs / f.cp, cp, f.ep, f.etp, choice.dispatcher), choice)
-        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers.mappings])[mixers.places]
+        has_documents, is_coupled = model.workload.attention is not None, model.workload.is_coupled
+        of_mixer = self._layers_key if has_documents else lambda fold, mbs: (fold.tp, fold.cp, mbs)
+        mixers, mixer_of = _distinct(choices, lambda c: of_mixer(c.fold, c.mbs))
+        networks, network_of = _distinct(
+            choices,
+            lambda c: (c.fold.tp, c.mbs / c.fold.cp, c.fold.cp * is_coupled, c.fold.ep, c.fold.etp, c.dispatcher),
+        )
+        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers])[mixer_of]
         for kind, number in enumerate(model.kind_counts):
-            attention = [model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers.mappings]
-            experts = [model.layer_costs.feed_forward(kind, m) for m in networks.mappings]
-            blocks = stack_blocks(attention, mixers.places), stack_blocks(experts, networks.places)
-            found += number * sum(model.plain_s(blocks, overlap=True))
-        return found
-
-    def _least_layers_s(self, fold: Fold, mbs: int, dispatcher: DispatcherPart) -> float:
-        """Return the bound with one dispatcher."""
-        return float(self.cost_model.lower_bounds.model_s(MicroBatchChoice(fold, mbs, dispatcher, True).mapping()))
+            mixer = stack_blocks([model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers], mixer_of)
+            network = stack_blocks([model.layer_costs.feed_forward(kind, m) for m in networks], network_of)
+            found += number * sum(model.plain_s((mixer, network), overlap=True))
+        seconds: list[float] = found.tolist()
+        return seconds
 
     def _step_bound_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
         plain = self._plain_pipelines(fold, pipelines)
-        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), True, plain)
-        passes = self.cost_model.pass_times(choice.mapping(), plain)
+        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), False, plain)
+        # Overlap only hides communication.
+        passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
         # Slower passes hide more communication, but never more than they take longer.
         for place in np.argsort(passes.seconds[:, 0], kind="stable").tolist():
             if passes.seconds[place, 0] + STEP_OVERHEAD_S >= least_s:
                 break
             for zero, moments in self.memory.placements:
-                if zero in zeros:
-                    m = replace(choice.mapping(plain[place], zero, moments), overlap=False)
+                # ZeRO-2 only reduces more often than ZeRO-1.
+                if zero in zeros and not (zero == 2 and 1 in zeros):
+                    m = choice.mapping(plain[place], zero, moments)
                     least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
-    @memoised(lambda self, fold, mbs: self._layers_key(fold, mbs))
+    def _layers_s(self, fold: Fold, mbs: int) -> float:
+        """Return the seconds of `_add_layer_bounds`; without a legal dispatcher they are inf."""
+        return self._layer_bounds[self._layers_key(fold, mbs)][0]
+
     def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
-        """Return the dispatcher with the fastest layers; all are equal after the layers."""
-        dispatchers = self._dispatchers(fold, mbs)
-        return min(dispatchers, key=lambda dispatcher: self._least_layers_s(fold, mbs, dispatcher))
+        """Return the dispatcher with the fastest layers."""
+        return self._layer_bounds[self._layers_key(fold, mbs)][1] or self._dispatchers(fold, mbs)[0]
 
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
         """Return the least seconds of recomputation in a step with some ZeRO stages that may fit; inf if none may."""
-        plain = self._plain_pipelines(fold, pipelines)
-        fastest = self._fastest_dispatcher(fold, size)
-        choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
-        probe = choice.mapping(plain[0])
-        choices = [choice]
-        is_own = has_own_memory(fastest)
-        for dispatcher in self._dispatchers(fold, size):
-            other = replace(probe, dispatcher=dispatcher)
-            # Dispatchers without extra memory save the same tensors, perhaps fewer than the fastest.
-            has_own = has_own_memory(dispatcher)
-            may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
-            if dispatcher != fastest and may_need_less:
-                choices.append(replace(choice, dispatcher=dispatcher))
+        # Overlap needs no less memory than none.
+        choices = list(self._choices(fold, size, pipelines, False)) or list(self._choices(fold, size, pipelines, True))
+        if not choices:
+            return inf
+        probe = choices[0].mapping()
+        choices = [choice._replace(pipelines=small_pipelines(choice.pipelines)) for choice in choices]
         may_fit = np.any([self.memory.may_fit(choice).any(axis=0) for choice in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
@@ -394,24 +363,24 @@ class Search:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
         return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
 
-    def _choices(self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]) -> Iterator[MicroBatchChoice]:
-        """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""
+    def _choices(
+        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], overlap: bool
+    ) -> Iterator[MicroBatchChoice]:
+        """Yield the dispatchers to look at, fastest first, and the pipelines that are legal with them."""
         plain = self._plain_pipelines(fold, pipelines)
-        dispatchers = self._dispatchers(fold, size)
-        for overlap in (False, True):
-            fastest = inf
-            choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in dispatchers]
-            times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
-            for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
-                legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
-                if not legal:
-                    continue
-                # Most dispatchers save the same tensors, so the fastest of them is enough.
-                has_own = has_own_memory(choice.dispatcher)
-                may_need_less = self.memory_model.activation_memory.may_need_less
-                if seconds < fastest or has_own and may_need_less(choice.mapping()):
-                    yield replace(choice, pipelines=legal)
-                    fastest = fastest if has_own else seconds
+        fastest = inf
+        choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self._dispatchers(fold, size)]
+        times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
+        for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
+            legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
+            if not legal:
+                continue
+            # Most dispatchers save the same tensors, so the fastest of them is enough.
+            has_own = has_own_memory(choice.dispatcher)
+            may_need_less = self.memory_model.activation_memory.may_need_less
+            if seconds < fastest or has_own and may_need_less(choice.mapping()):
+                yield choice._replace(pipelines=legal)
+                fastest = fastest if has_own else seconds
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
@@ -444,7 +413,7 @@ class Search:
         found: dict[tuple[int, ...], TimedMapping] = {}
         queue: list[Candidate] = []
         bounds = dict(limits)
-        for choice in self._choices(fold, size, pipelines):
+        for choice in chain(*(self._choices(fold, size, pipelines, overlap) for overlap in (False, True))):
             for m, seconds in self._candidates(choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
                 if is_beam:
@@ -484,7 +453,7 @@ class Search:
         places = [i for k, i in enumerate(places) if k < max_pipelines or choice.pipelines[i] == PLAIN_PIPELINE]
         if not places:
             return
-        choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
+        choice = choice._replace(pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
         passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
         may_fit = self.memory.may_fit(choice)
         dispatch = choice.dispatcher, choice.overlap
@@ -500,3 +469,12 @@ class Search:
     def smallest_plan(self) -> PlannedMapping:
         """Return the mapping of least memory; the space has one."""
         return self.price(self.memory.smallest[1])
+
+
+def _distinct(
+    choices: Sequence[MicroBatchChoice], key: Callable[[MicroBatchChoice], Hashable]
+) -> tuple[list[ParallelMapping], list[int]]:
+    """Return the mappings of choices with distinct keys, and the index of each choice's."""
+    known: dict[Hashable, tuple[int, MicroBatchChoice]] = {}
+    places = [known.setdefault(key(choice), (len(known), choice))[0] for choice in choices]
+    return [choice.mapping() for _, choice in known.values()], places

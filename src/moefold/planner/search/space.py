@@ -53,9 +53,12 @@ def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
     return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionView:
-    """The degrees of attention, with the micro-batch sizes and pipelines that are legal with them."""
+    """The degrees of attention, with the micro-batch sizes and pipelines that are legal with them.
+
+    A space has one object for each view, which caches are keyed by.
+    """
 
     tp: int
     cp: int
