@@ -126,6 +126,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
+    from moefold.ops.cpu.cross_entropy import CCrossEntropyOps
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.draw import CDraw
     from moefold.ops.cpu.gemm import CGemm
@@ -137,7 +138,8 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.swiglu import CSwiGLU
 
     has_linear = cfg.model.has_linear_attention
-    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
+    attention_names = ("norm", "rope", "attention", "paged_attention")
+    names = ("gemm", "swiglu", *attention_names, "permute", "router", "cross_entropy", "decode", "draw")
     try:
         build_libraries(*names)
         linear_attention, convolution = _linear_attention_in_c() if has_linear else (None, None)
@@ -146,6 +148,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         norm = CNorm()
         softmax = CSoftmax()
         draw = CDraw()
+        cross_entropy = CCrossEntropyOps()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
@@ -181,6 +184,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         # With the GEMMs of training, sampling has the same bits. Otherwise the bits differ anyway, and time decides.
         decode_choice=None if uses_gemm or cfg.run.deterministic else DecodeChoice(),
         gemm=gemm if uses_gemm else TORCH_GEMM,
+        cross_entropy_ops=cross_entropy,
         norm=norm,
         draw=draw,
     )
