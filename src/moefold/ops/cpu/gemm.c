@@ -50,7 +50,6 @@
 
 #define FETCH_INTO_L2(address) __builtin_prefetch(address, 0, 2)
 #include "few_rows.h"
-
 #include "pack.h"
 
 /* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
@@ -175,8 +174,8 @@ static inline tile_variant *variant_by_lines(int64_t rows, int packing) {
 /* Round LANES floats; returns 0 if the instruction may differ from `float_to_bfloat16`: for NaN and denormals. */
 static inline int round_lanes(uint16_t *to, const float *sums) {
   const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + VECTOR);
-  const int odd = 0xa1;
-  if (_mm512_fpclass_ps_mask(low, odd) | _mm512_fpclass_ps_mask(high, odd)) return 0;
+  const int is_nan_or_denormal = 0xa1;
+  if (_mm512_fpclass_ps_mask(low, is_nan_or_denormal) | _mm512_fpclass_ps_mask(high, is_nan_or_denormal)) return 0;
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
   return 1;
 }

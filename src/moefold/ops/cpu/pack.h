@@ -1,6 +1,6 @@
 /* Packing of operands of gemm.c: panels [steps, width] of words, in which the lines of a step are contiguous.
 
-   The including source defines ROWS, LANES and CONVERT_STEPS. */
+   The including source defines VECTOR, LANES, CONVERT_STEPS and FETCH_INTO_L2. */
 
 #ifndef MOEFOLD_PACK_H
 #define MOEFOLD_PACK_H
@@ -104,16 +104,18 @@ static void pack_last_step(packed_word *to, int width, strided_matrix x, int pac
   for (int64_t i = count; i < width; i++) to[i] = 0;
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define HAS_PAIR_VECTORS
 
 /* Sixteen words of a line: pairs of bfloat16 as they are in memory, or of rounded floats. */
 static inline __m512 load_pairs(const void *line, const int is_bfloat16) {
   const float *const f = line;
-  return is_bfloat16 ? _mm512_loadu_ps(f) : (__m512)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(f + VECTOR), _mm512_loadu_ps(f));
+  if (is_bfloat16) return _mm512_loadu_ps(f);
+  return (__m512)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(f + VECTOR), _mm512_loadu_ps(f));
 }
 
-/* Pack pairs of `count` lines, `stride` bytes apart, as a panel of `steps` steps, a multiple of BLOCK. */
+/* Pack pairs of `count` lines, `stride` bytes apart, as a panel of `steps` steps, a multiple of BLOCK; zero-padded.
+   Denormals may become 0, as the dot products read them as 0. */
 ALWAYS_INLINE void pack_pairs(packed_word *panel, const int width, const char *lines, int64_t stride, int64_t count,
                               int64_t steps, const int is_bfloat16) {
   const int64_t step_bytes = is_bfloat16 ? 4 : 8;
@@ -122,14 +124,17 @@ ALWAYS_INLINE void pack_pairs(packed_word *panel, const int width, const char *l
     for (int64_t k = 0; k < steps; k += BLOCK) {
       const char *const block = lines + from * stride + k * step_bytes;
       __m512 a[BLOCK];
-      if (count >= from + lanes) {
+      for (int i = lanes; i < BLOCK; i++) a[i] = _mm512_setzero_ps();
+      if (count >= from + lanes)
 #pragma GCC unroll 16
-        for (int i = 0; i < BLOCK; i++) a[i] = i < lanes ? load_pairs(block + i * stride, is_bfloat16) : _mm512_setzero_ps();
-        /* The same lines of the next panel. */
-#pragma GCC unroll 16
-        for (int i = 0; i < lanes; i++) FETCH_INTO_L2(block + (width + i) * stride);
-      } else
-        for (int i = 0; i < BLOCK; i++) a[i] = from + i < count ? load_pairs(block + i * stride, is_bfloat16) : _mm512_setzero_ps();
+        for (int i = 0; i < lanes; i++) {
+          a[i] = load_pairs(block + i * stride, is_bfloat16);
+          /* The same line of the next panel. */
+          FETCH_INTO_L2(block + (width + i) * stride);
+        }
+      else
+        for (int i = 0; i < lanes; i++)
+          a[i] = from + i < count ? load_pairs(block + i * stride, is_bfloat16) : _mm512_setzero_ps();
       transpose_vectors(a);
       packed_word *const to = panel + k * width + from;
 #pragma GCC unroll 16
@@ -142,7 +147,8 @@ ALWAYS_INLINE void pack_pairs(packed_word *panel, const int width, const char *l
   }
 }
 
-/* Pack the pairs of `count` contiguous lines in one step, zero-padded to `width`; `other` is 0 in the last half step. */
+/* Pack the pairs of `count` contiguous lines in one step, zero-padded to `width`; `other` is 0 in a half step at the
+   end. Whole vectors are stored, which the next step overwrites, except in the last step. */
 ALWAYS_INLINE void pair_lines(packed_word *to, const int width, const void *one, const void *other, int64_t count,
                               int is_last, const int is_bfloat16) {
   static const uint16_t order[2 * VECTOR] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
