@@ -140,6 +140,17 @@ def test_nan_reaches_only_its_row_or_column(gemm):
             assert is_number.all()
 
 
+@pytest.mark.parametrize("special", [1e-40, float("nan"), 1.0], ids=["denormal", "nan", "normal"])
+def test_results_are_rounded_to_bfloat16_as_torch_rounds_them(gemm, special):
+    w = torch.linspace(-3, 4, 64 * 40).exp().view(64, 40)
+    w[7, 3] = w[33, 20] = special
+    exact = torch.empty(40, 64)
+    rounded = torch.empty(40, 64, dtype=torch.bfloat16)
+    for out in (exact, rounded):
+        gemm.matmul_out(out, torch.eye(40), w)
+    torch.testing.assert_close(rounded, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
     x, w = torch.randn(300, 700).to(dtype), torch.randn(260, 700).to(dtype)

@@ -50,164 +50,7 @@
 
 #define FETCH_INTO_L2(address) __builtin_prefetch(address, 0, 2)
 #include "few_rows.h"
-
-typedef uint32_t packed_word;
-typedef uint32_t aliased_word __attribute__((may_alias));
-
-/* Packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
-enum { UNCHANGED, ROUND_TO_BFLOAT16, BFLOAT16_PAIRS };
-
-/* Number of parts of a whole; the last one may be smaller. */
-static inline int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
-static inline int64_t num_steps(int64_t depth, int packing) {
-  return packing == BFLOAT16_PAIRS ? ceil_div(depth, 2) : depth;
-}
-static inline packed_word pack_pair(uint16_t first, uint16_t second) { return first | (packed_word)second << 16; }
-
-static inline const float *float_at(strided_matrix x, int64_t line, int64_t at) {
-  return (const float *)x.start + line * x.line + at * x.step;
-}
-static inline const uint16_t *bfloat16_at(strided_matrix x, int64_t line, int64_t at) {
-  return (const uint16_t *)x.start + line * x.line + at * x.step;
-}
-
-static inline const void *step_at(strided_matrix x, int64_t at) {
-  return offset_pointer(x.start, at * x.step, x.kind == BFLOAT16);
-}
-
-/* Pack `count` elements from `at` on, `stride` apart, as float32 words. */
-ALWAYS_INLINE void pack_floats(packed_word *to, strided_matrix x, int packing, int64_t line, int64_t at, int64_t stride,
-                               int64_t count) {
-  float *out = (float *)to;
-  const float *f = float_at(x, line, at);
-  const uint16_t *h = bfloat16_at(x, line, at);
-  if (x.kind == BFLOAT16)
-    for (int64_t i = 0; i < count; i++) out[i] = bfloat16_to_float(h[i * stride]);
-  else if (packing == ROUND_TO_BFLOAT16)
-    for (int64_t i = 0; i < count; i++) out[i] = bfloat16_to_float(float_to_bfloat16(f[i * stride]));
-  else
-    for (int64_t i = 0; i < count; i++) out[i] = f[i * stride];
-}
-
-/* Pack `count` words of one line from element `at` on, where `depth` elements are left, `s` apart. */
-ALWAYS_INLINE void pack_line_strided(packed_word *to, strided_matrix x, int packing, int64_t line, int64_t at,
-                                     int64_t count, int64_t depth, const int64_t s) {
-  if (packing != BFLOAT16_PAIRS) {
-    pack_floats(to, x, packing, line, at, s, count);
-    return;
-  }
-  const int64_t whole = min_i64(count, depth / 2);
-  const float *f = float_at(x, line, at);
-  const uint16_t *h = bfloat16_at(x, line, at);
-  if (x.kind == BFLOAT16)
-    for (int64_t i = 0; i < whole; i++) to[i] = pack_pair(h[2 * i * s], h[(2 * i + 1) * s]);
-  else
-    for (int64_t i = 0; i < whole; i++)
-      to[i] = pack_pair(float_to_bfloat16(f[2 * i * s]), float_to_bfloat16(f[(2 * i + 1) * s]));
-  if (whole < count) to[whole] = x.kind == BFLOAT16 ? h[2 * whole * s] : float_to_bfloat16(f[2 * whole * s]);
-}
-
-/* A constant stride of 1 lets the compiler vectorise. */
-static __attribute__((noinline)) void pack_line(packed_word *to, strided_matrix x, int packing, int64_t line,
-                                                int64_t at, int64_t count, int64_t depth) {
-  if (x.step == 1)
-    pack_line_strided(to, x, packing, line, at, count, depth, 1);
-  else
-    pack_line_strided(to, x, packing, line, at, count, depth, x.step);
-}
-
-/* Pack the words of one step, of `count` contiguous lines. */
-ALWAYS_INLINE void pack_step(packed_word *to, strided_matrix x, int packing, int64_t line, int64_t at, int64_t count,
-                             int64_t depth) {
-  if (packing != BFLOAT16_PAIRS) {
-    pack_floats(to, x, packing, line, at, 1, count);
-    return;
-  }
-  const float *f = float_at(x, line, at), *f_2 = f + x.step;
-  const uint16_t *h = bfloat16_at(x, line, at), *h_2 = h + x.step;
-  if (x.kind == BFLOAT16 && depth > 1)
-    for (int64_t i = 0; i < count; i++) to[i] = pack_pair(h[i], h_2[i]);
-  else if (x.kind == BFLOAT16)
-    for (int64_t i = 0; i < count; i++) to[i] = h[i];
-  else if (depth > 1)
-    for (int64_t i = 0; i < count; i++) to[i] = pack_pair(float_to_bfloat16(f[i]), float_to_bfloat16(f_2[i]));
-  else
-    for (int64_t i = 0; i < count; i++) to[i] = float_to_bfloat16(f[i]);
-}
-
-/* Pack one step of the last, incomplete panel, zero-padded. */
-static void pack_last_step(packed_word *to, int width, strided_matrix x, int packing, int64_t line, int64_t at,
-                           int64_t count, int64_t depth) {
-  pack_step(to, x, packing, line, at, count, depth);
-  for (int64_t i = count; i < width; i++) to[i] = 0;
-}
-
-/* Transpose lines [width, steps] to a panel [steps, width], in whole blocks where both sizes allow them, else in 4x4
-   blocks, the last two of which may overlap. Steps are a multiple of 4. */
-ALWAYS_INLINE void transpose_panel(packed_word *panel, const int width, const void *lines, int64_t stride,
-                                   int64_t steps) {
-  const int64_t block_steps = width % BLOCK ? 0 : steps / BLOCK * BLOCK;
-  for (int i = 0; i < width && block_steps; i += BLOCK)
-    for (int64_t k = 0; k < block_steps; k += BLOCK) {
-      const char *const block = (const char *)lines + i * stride + 4 * k;
-      /* The same lines of the next panel. */
-      for (int r = 0; r < BLOCK; r++) FETCH_INTO_L2(block + (width + r) * stride);
-      transpose_block(panel + k * width + i, width, block, stride);
-    }
-  for (int64_t k = block_steps; k < steps; k += 4)
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i += 4) {
-      const int line = i + 4 <= width ? i : width - 4;
-      transpose_4x4(panel + k * width + line, width, (const char *)lines + line * stride + 4 * k, stride);
-    }
-}
-
-/* Pack a panel [steps, width] of `count` lines from `line` on, with any step stride, zero-padded. */
-ALWAYS_INLINE void pack_panel(packed_word *panel, const int width, strided_matrix x, int packing, int64_t line,
-                              int64_t count, int64_t depth) {
-  const int64_t each = packing == BFLOAT16_PAIRS ? 2 : 1, steps = num_steps(depth, packing);
-  /* Complete lines may already have the layout of packed words, but for the last steps. */
-  const int is_packed_layout =
-      x.step == 1 && count == width && (x.kind == BFLOAT16 ? packing == BFLOAT16_PAIRS : packing == UNCHANGED);
-  const int64_t packed_steps = is_packed_layout ? depth / each / 4 * 4 : 0;
-  if (x.kind == BFLOAT16)
-    transpose_panel(panel, width, bfloat16_at(x, line, 0), 2 * x.line, packed_steps);
-  else
-    transpose_panel(panel, width, float_at(x, line, 0), 4 * x.line, packed_steps);
-  packed_word lines[LANES * CONVERT_STEPS];
-  if (packed_steps < steps) memset(lines, 0, sizeof lines);
-  for (int64_t k = packed_steps; k < steps; k += CONVERT_STEPS) {
-    const int64_t run = min_i64(CONVERT_STEPS, steps - k);
-    for (int64_t i = 0; i < count; i++)
-      pack_line(lines + i * CONVERT_STEPS, x, packing, line + i, each * k, run, depth - each * k);
-    if (run == CONVERT_STEPS) {
-      transpose_panel(panel + k * width, width, lines, 4 * CONVERT_STEPS, CONVERT_STEPS);
-      continue;
-    }
-    for (int64_t j = 0; j < run; j++)
-      for (int64_t i = 0; i < width; i++) panel[(k + j) * width + i] = lines[i * CONVERT_STEPS + j];
-  }
-}
-
-/* Pack lines from..to of an operand in panels of `size` words. */
-ALWAYS_INLINE void pack_panels(packed_word *panels, int64_t size, const int width, strided_matrix x, int packing,
-                               int64_t from, int64_t to, int64_t depth) {
-  if (x.line != 1) {
-    for (; from < to; from += width, panels += size)
-      pack_panel(panels, width, x, packing, from, min_i64(width, to - from), depth);
-    return;
-  }
-  /* A step of all panels is contiguous. */
-  const int64_t each = packing == BFLOAT16_PAIRS ? 2 : 1;
-  for (int64_t k = 0; k < num_steps(depth, packing); k++) {
-    packed_word *out = panels + k * width;
-    int64_t line = from;
-    /* A constant width lets the compiler unroll. */
-    for (; to - line >= width; line += width, out += size)
-      pack_step(out, x, packing, line, each * k, width, depth - each * k);
-    if (line < to) pack_last_step(out, width, x, packing, line, each * k, to - line, depth - each * k);
-  }
-}
+#include "pack.h"
 
 /* sums [ROWS, LANES] (+)= panels a [steps, ROWS] times b [steps, LANES], for the first `rows` rows, a constant at each
    use. Lines of a have stride `a_line`, lines of b stride 1; steps have strides `a_step` and `b_step`, all in words.
@@ -327,12 +170,26 @@ static inline tile_variant *variant_by_lines(int64_t rows, int packing) {
   return rows == 1 ? tile_by_lines_1 : rows == 2 ? tile_by_lines_2 : rows <= 4 ? tile_by_lines_4 : tile_by_lines_6;
 }
 
+#ifdef HAS_PAIR_VECTORS
+/* Round LANES floats; returns 0 if the instruction may differ from `float_to_bfloat16`: for NaN and denormals. */
+static inline int round_lanes(uint16_t *to, const float *sums) {
+  const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + VECTOR);
+  const int is_nan_or_denormal = 0xa1;
+  if (_mm512_fpclass_ps_mask(low, is_nan_or_denormal) | _mm512_fpclass_ps_mask(high, is_nan_or_denormal)) return 0;
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  return 1;
+}
+#endif
+
 ALWAYS_INLINE void store_tile(output_matrix out, int64_t row, int64_t column, const float *sums, int64_t rows,
                               const int64_t columns) {
   for (int64_t r = 0; r < rows; r++, sums += LANES) {
     const int64_t at = (row + r) * out.row + column;
     float *f = (float *)out.start + at;
     uint16_t *h = (uint16_t *)out.start + at;
+#ifdef HAS_PAIR_VECTORS
+    if (columns == LANES && out.kind == BFLOAT16 && !out.adds && round_lanes(h, sums)) continue;
+#endif
     if (out.kind == BFLOAT16)
       for (int64_t c = 0; c < columns; c++)
         h[c] = float_to_bfloat16(out.adds ? bfloat16_to_float(h[c]) + sums[c] : sums[c]);
@@ -340,6 +197,15 @@ ALWAYS_INLINE void store_tile(output_matrix out, int64_t row, int64_t column, co
       for (int64_t c = 0; c < columns; c++) f[c] += sums[c];
     else
       memcpy(f, sums, columns * sizeof *f);
+  }
+}
+
+/* Fetch a tile that will be stored. */
+static inline void fetch_tile(output_matrix out, int64_t row, int64_t column, int64_t rows) {
+  for (int64_t r = 0; r < rows; r++) {
+    const char *const to = offset_pointer(out.start, (row + r) * out.row + column, out.kind == BFLOAT16);
+    __builtin_prefetch(to, 1, 3);
+    if (out.kind == FLOAT32) __builtin_prefetch(to + 64, 1, 3);
   }
 }
 
@@ -516,8 +382,9 @@ static void multiply_at_once(const gemm_args *args) {
           for (int64_t i = from; i < to; i++) {
             const packed_word *a_packed = thread_rows + (i - from) * ROWS * steps,
                               *b_packed = columns_packed + j * LANES * steps;
-            compute_tile(of_a, of_b, i, first + j, a_packed, b_packed, sums);
             const int64_t column = (first + j) * LANES, high = min_i64(ROWS, rows - i * ROWS);
+            fetch_tile(out, i * ROWS, column, high);
+            compute_tile(of_a, of_b, i, first + j, a_packed, b_packed, sums);
             /* A constant width lets the compiler unroll. */
             if (columns - column >= LANES)
               store_tile(out, i * ROWS, column, sums, high, LANES);

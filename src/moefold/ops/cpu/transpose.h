@@ -36,11 +36,9 @@ static inline void transpose_4x4(void *to, int64_t to_width, const void *lines, 
 #if defined(__AVX512F__)
 #define BLOCK 16
 
-/* Transpose a block, from lines `stride` bytes apart to lines `to_width` words apart. */
-static inline void transpose_block(void *to, int64_t to_width, const void *lines, int64_t stride) {
-  __m512 a[BLOCK], b[BLOCK];
-#pragma GCC unroll 16
-  for (int i = 0; i < BLOCK; i++) a[i] = _mm512_loadu_ps((const char *)lines + i * stride);
+/* Transpose the 16 words of 16 vectors. */
+static inline void transpose_vectors(__m512 a[BLOCK]) {
+  __m512 b[BLOCK];
 #pragma GCC unroll 8
   for (int i = 0; i < BLOCK; i += 2)
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -59,11 +57,19 @@ static inline void transpose_block(void *to, int64_t to_width, const void *lines
     const __m512 low = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), high = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
     const __m512 low_2 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd),
                  high_2 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
-    b[j] = _mm512_shuffle_f32x4(low, high, 0x88), b[8 + j] = _mm512_shuffle_f32x4(low, high, 0xdd);
-    b[4 + j] = _mm512_shuffle_f32x4(low_2, high_2, 0x88), b[12 + j] = _mm512_shuffle_f32x4(low_2, high_2, 0xdd);
+    a[j] = _mm512_shuffle_f32x4(low, high, 0x88), a[8 + j] = _mm512_shuffle_f32x4(low, high, 0xdd);
+    a[4 + j] = _mm512_shuffle_f32x4(low_2, high_2, 0x88), a[12 + j] = _mm512_shuffle_f32x4(low_2, high_2, 0xdd);
   }
+}
+
+/* Transpose a block, from lines `stride` bytes apart to lines `to_width` words apart. */
+static inline void transpose_block(void *to, int64_t to_width, const void *lines, int64_t stride) {
+  __m512 a[BLOCK];
 #pragma GCC unroll 16
-  for (int i = 0; i < BLOCK; i++) _mm512_storeu_ps((float *)to + i * to_width, b[i]);
+  for (int i = 0; i < BLOCK; i++) a[i] = _mm512_loadu_ps((const char *)lines + i * stride);
+  transpose_vectors(a);
+#pragma GCC unroll 16
+  for (int i = 0; i < BLOCK; i++) _mm512_storeu_ps((float *)to + i * to_width, a[i]);
 }
 #elif defined(__AVX__)
 #define BLOCK 8
