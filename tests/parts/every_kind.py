@@ -113,7 +113,7 @@ def recipes(group: str, kind: str, make: Callable[..., Config] = tiny) -> Iterat
 
 
 def _made(make: Callable[..., Config], found: Settings) -> Config:
-    """Return the recipe of some settings; those of a part outside the model, as train.loss.z_loss, are set last."""
+    """Return the recipe of some settings; the keys of parts outside the model, as train.loss.z_loss, are set last."""
     early = {section: dict(keys) for section, keys in found.items()}
     late = {}
     for section in early.keys() - {"model"}:
