@@ -109,12 +109,11 @@ def test_remote_checkpoints_have_the_same_mean(runs, tmp_path):
 def test_the_mapping_that_wrote_a_checkpoint_does_not_matter(pool, runs, tmp_path):
     """8 ranks load both runs and save them after a step of nearly no learning rate; the mean has the same bits."""
     for name in ("math", "code"):
-        cfg = _branch(tmp_path, name, 1, seed=3, start="", world_size=8, tp=2, etp=2, zero=1)
+        optimizer = make_part("optimizer", "adamw", weight_decay=0.0)
+        train = {"lr": 1e-45, "optimizer": optimizer, "global_batch_size": 8}
+        cfg = _branch(tmp_path, name, 1, seed=3, start="", train=train, world_size=8, tp=2, etp=2, zero=1)
         cfg = replace(
             cfg,
-            train=replace(
-                cfg.train, lr=1e-45, optimizer=make_part("optimizer", "adamw", weight_decay=0.0), global_batch_size=8
-            ),
             moe=replace(cfg.moe, bias_update_rate=0.0),
             checkpoint=replace(cfg.checkpoint, init_from=str(runs / name)),
         )

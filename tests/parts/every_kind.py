@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 
 from moefold.config.chosen import chosen
+from moefold.config.edit import edit
 from moefold.config.part import Part, default_of_field
 from moefold.config.part_registry import built_in_kinds, find_group, find_part
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
+from moefold.validate.config import check_config
 from moefold.validate.unused import idle_keys
 from tests.verify.recipes import tiny
 
@@ -101,13 +103,27 @@ def recipes(group: str, kind: str, make: Callable[..., Config] = tiny) -> Iterat
     cfg = make(**settings(group, kind))
     assert has_kind(cfg, group, kind)
     yield cfg
-    for name, found in _switched(group, kind):
+    for name, found in switched(group, kind):
         try:
-            cfg = make(**found)
+            cfg = _made(make, found)
         except ConfigError:
             continue
         if has_kind(cfg, group, kind) and name not in idle_keys(cfg):
             yield cfg
+
+
+def _made(make: Callable[..., Config], found: Settings) -> Config:
+    """Return the recipe of some settings; the keys of parts outside the model, as train.loss.z_loss, are set last."""
+    early = {section: dict(keys) for section, keys in found.items()}
+    late = {}
+    for section in early.keys() - {"model"}:
+        for key in [key for key in early[section] if "." in key]:
+            late[f"{section}.{key}"] = early[section].pop(key)
+    cfg = make(**early)
+    if late:
+        cfg = edit(cfg, late)
+        check_config(cfg)
+    return cfg
 
 
 def has_kind(cfg: Config, group: str, kind: str) -> bool:
@@ -118,7 +134,7 @@ def has_kind(cfg: Config, group: str, kind: str) -> bool:
     return any(isinstance(part, Part) and (part.group, part.kind) == (group, kind) for part in parts)
 
 
-def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
+def switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
     """Yield settings with one switched, and its key."""
     base = settings(group, kind)
     part = find_part(group, kind)

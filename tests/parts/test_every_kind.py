@@ -29,7 +29,7 @@ from tests.cost.measured_memory import assert_memory_close, memory_config
 from tests.cost.measured_memory import measure_one_rank as memory_of_one_rank
 from tests.inference.example import write_checkpoint
 from tests.inference.kept_bytes import kept_bytes
-from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings
+from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings, switched
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
 from tests.verify.shared_ranks import Call, SharedRanks
@@ -101,9 +101,12 @@ def test_its_formula_equals_the_module(rank_of_kinds, group, kind):
 
 @pytest.mark.parity
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "kind"), JUDGED)
+@pytest.mark.parametrize(("group", "kind"), [each for each in JUDGED if any(switched(*each))])
 def test_its_formula_has_each_setting_that_can_be_on_or_off(pool, group, kind):
-    for cfg in list(recipes(group, kind))[1:]:
+    found = list(recipes(group, kind))[1:]
+    if not found:
+        pytest.skip("the small recipe has no use for its settings")
+    for cfg in found:
         worst = compare_records(run_oracle(cfg, 1), pool.run(1, run_distributed, cfg, 1))[0]
         assert worst.error <= TOLERANCE, (worst, cfg.model)
 

@@ -64,6 +64,12 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
     assert PACKAGE.parent.parent == Path(__file__).parent
 
 
+def _run(pool: WorkerPool, forks: bool, cfg, function, *args):
+    """Call a function on ranks that are forked or spawned; spawned ranks import torch first, each for itself."""
+    ranks = pool if forks else WorkerPool(forks=False)
+    return ranks.run(cfg.parallel.world_size, function, cfg, *args, timeout_s=120.0 if forks else 280.0)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("forks", "by_file", "mapping"),
@@ -84,7 +90,7 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
 )
 def test_ranks_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
     cfg = recipe(*words(by_file=by_file), *mapping)
-    ranks = (pool if forks else WorkerPool(forks=False)).run(cfg.parallel.world_size, run_distributed, cfg, 2)
+    ranks = _run(pool, forks, cfg, run_distributed, 2)
     [alone] = pool.run(1, run_distributed, replace(cfg, parallel=ParallelConfig()), 2)
     assert [step.loss for step in ranks[0].steps] == pytest.approx([step.loss for step in alone.steps], rel=1e-12)
     assert [step.lr for step in ranks[0].steps] == pytest.approx([1e-2, 1e-2 * (2 / 3) ** 0.5])
@@ -132,7 +138,7 @@ def test_all_six_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
     of_rollouts = words("rl.objective", by_file=by_file)
     objective = load_config(None, ["data.kind=task", "rl.group_size=4", *of_rollouts]).rl.objective
     cfg = replace(recipe(*words(by_file=by_file), *mapping), data=DataConfig(kind="program"))
-    ranks = (pool if forks else WorkerPool(forks=False)).run(cfg.parallel.world_size, run_rollouts, cfg, 2, objective)
+    ranks = _run(pool, forks, cfg, run_rollouts, 2, objective)
     [alone] = pool.run(1, run_rollouts, replace(cfg, parallel=ParallelConfig()), 2, objective)
     assert "outside" in ranks[0].steps[0].loss_metrics
     found = {name: value for rank in ranks for name, value in rank.weights.items()}
