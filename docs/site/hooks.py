@@ -160,6 +160,8 @@ def _target(link: str, path: str, uri: str) -> str:
     page = _page_of(found)
     if page == FILES_PAGE:
         hash_sign, anchor = "#", _anchor_of(found)
+    elif page == "log.md" and re.match(r"\d{4}-", anchor):
+        page = f"log/{anchor[:4]}.md"
     return posixpath.relpath(page, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
 

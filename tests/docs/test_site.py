@@ -71,6 +71,7 @@ def test_markdown_of_code_hosts_becomes_markdown_of_the_site():
     ("link", "path", "uri", "found"),
     [
         ("log.md#a", "docs/api.md", "api.md", "log.md#a"),
+        ("log.md#2026-11-26-sites", "docs/api.md", "api.md", "log/2026.md#2026-11-26-sites"),
         ("../README.md", "docs/index.md", "index.md", "index.md"),
         ("../CONTRIBUTING.md#pages", "docs/index.md", "index.md", "contributing.md#pages"),
         ("../../README.md", "docs/tutorials/index.md", "tutorials/index.md", "../index.md"),
