@@ -301,7 +301,8 @@ def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]
         for job in jobs:
             job.join()
         in_saves += any(folder.glob(".step-*.partial"))
-        before, newest = newest, _assert_folder(folder)
+        before = newest
+        newest = _assert_folder(folder)
         assert newest >= before, "a model was lost"
         if locks:
             assert len(list(folder.glob(".step-*.partial"))) <= 1

@@ -206,7 +206,7 @@ def test_context_parallelism_decides_more_than_the_tokens_of_a_rank(model, conte
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_the_workspace_has_the_gradients_of_one_module_and_the_activations_what_computes_them(size):
+def test_the_workspace_has_the_gradients_of_one_module(size):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
     cfg = recipe("mixtral-8x22b", {"world_size": 16, "ep": 8}, 16 * size, "1f1b", 1)
     cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=size))
