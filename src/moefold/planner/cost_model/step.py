@@ -235,7 +235,8 @@ class CostModel:
             layers = np.array([(layer.forward_s, layer.backward_s) for layer in times])
         wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
         table = self._pipeline_table(mapping.pp, pipelines)
-        contents, shares = table.contents, table.shares
+        contents = table.contents
+        shares = table.shares
         head = self.head_and_loss_s(mapping)
         # Seconds of each content, [pipelines, contents, strategies].
         forward, backward = (
@@ -244,7 +245,8 @@ class CostModel:
         busiest = (forward + backward).argmax(axis=1)
         of_pipelines = np.arange(len(pipelines))[:, None]
         at = of_pipelines, busiest, np.arange(busiest.shape[1])
-        forward_s, backward_s = forward[at], backward[at]
+        forward_s = forward[at]
+        backward_s = backward[at]
         weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
         mean_forward, mean_backward = ((shares @ ranks)[:, 0] for ranks in (forward, backward))
         sends, send_back = self.exposed_p2p_s(mapping, table.vpp, n)
