@@ -296,8 +296,8 @@ class Search:
         if not choices:
             return []
         model = self.cost_model.lower_bounds
-        has_documents = model.workload.attention is not None
         is_coupled = model.workload.is_coupled
+        has_documents = model.workload.attention is not None
         of_mixer = self._layers_key if has_documents else lambda fold, mbs: (fold.tp, fold.cp, mbs)
         mixers, mixer_of = _distinct(choices, lambda c: of_mixer(c.fold, c.mbs))
         networks, network_of = _distinct(
