@@ -283,8 +283,8 @@ def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
 
     whole = WeightGradStore.__init__
 
-    def broken(self, stage, *, reduces, has_hooks=True):
-        whole(self, stage, reduces_each_micro_batch=reduces)
+    def broken(self, stage, *, reduces_each_micro_batch, has_hooks=True):
+        whole(self, stage, reduces_each_micro_batch=reduces_each_micro_batch)
 
     WeightGradStore.__init__ = broken
     return _run_one_step_each([cfg])
