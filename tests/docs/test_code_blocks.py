@@ -105,8 +105,8 @@ def test_files_in_the_text_exist(page):
 
 
 def absent_files(text: str) -> list[str]:
-    """Return the passages "`folder/file.py`" that end no path of a file of the repository."""
-    named = re.findall(r"`((?:\w+/)+[a-z_0-9]+\.py)`", text)
+    """Return the passages "`folder/file.py`" and "`test_file.py`" that end no path of a file of the repository."""
+    named = re.findall(r"`((?:(?:\w+/)+|test_)[a-z_0-9]+\.py)`", text)
     return [
         name
         for name in named
@@ -115,7 +115,8 @@ def absent_files(text: str) -> list[str]:
 
 
 def test_an_absent_file_is_found():
-    assert absent_files("`parallel/batch.py`, `parts/GROUP/part.py`, `parallel/no.py`") == ["parallel/no.py"]
+    text = "`parallel/batch.py`, `parts/GROUP/part.py`, `parallel/no.py`, `test_links.py`, `test_no.py`"
+    assert absent_files(text) == ["parallel/no.py", "test_no.py"]
 
 
 def misplaced_names(text: str) -> list[str]:

@@ -62,7 +62,7 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
     """Check the parameters of the module of a part from another package, and the shape of each output."""
     if is_built_in(type(part)):
         return
-    if hasattr(module, "caches"):
+    if isinstance(module, TokenMixer) and hasattr(module, "caches"):
         raise ConfigError(f"{describe_part(part)} has a module with caches(), which is now open_caches()")
     specs = list(part.params(*widths))
     for spec in specs:
