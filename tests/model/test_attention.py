@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moefold.model.attention import AttentionMaskSpec, CausalAttention, _has_long_documents
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, SelfAttention, _has_long_documents
+from moefold.model.layer_cache import CacheSize, CurrentPass
 from moefold.ops.block_attention import BlockedWindow
 from tests.model.attention_reference import (
     causal_attention_pairs,
@@ -138,3 +139,22 @@ def test_long_runs_go_tile_by_tile(window, limits, length):
     assert isinstance(AttentionMaskSpec(window, documents(starts)).local_mask(0, given[0]), BlockedWindow)
     for mine, theirs in causal_attention_pairs(given, window, starts):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+class Unchanged(SelfAttention):
+    """Attention that returns its input."""
+
+    def forward(self, x, rope, documents=None):
+        """Return the input."""
+        return x
+
+
+def test_caches_that_are_open_are_not_replaced_and_the_core_attention_comes_back():
+    attention, size = Unchanged(window=0), CacheSize(num_pages=1, page_positions=4)
+    core = attention.core_attention
+    [cache] = attention.open_caches(CurrentPass(), size)
+    with pytest.raises(AssertionError, match="open already"):
+        attention.open_caches(CurrentPass(), size)
+    assert attention.core_attention is cache
+    attention.close_caches()
+    assert attention.core_attention is core

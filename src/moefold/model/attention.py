@@ -207,6 +207,7 @@ class SelfAttention(TokenMixer):
 
     def attend_by(self, cache: "CoreAttention") -> None:
         """Replace `core_attention` until `close_caches`."""
+        assert self._core_without_cache is None, "caches are open already; close_caches() comes first"
         self._core_without_cache, self.core_attention = self.core_attention, cache
 
     def close_caches(self) -> None:
