@@ -14,6 +14,7 @@ from moefold.ops.cross_entropy import (
     RowStatistics,
     exponential_dot,
     exponential_gradient_out,
+    exponentiate_,
     log_exponential_dot,
 )
 from moefold.ops.gemm import TORCH_GEMM, Gemm
@@ -112,7 +113,7 @@ class ChunkOptions:
     vocab_range: VocabRange = FULL_VOCAB
     """Rows of this rank, with one reduction of each kind for all tokens."""
     saves_exponentials: bool = False
-    """Recompute nothing: the exponentials of all logits are saved in float32 at least, and no
+    """Recompute nothing, by torch operations: the exponentials of all logits are saved in float32 at least, and no
     other tensor of their size is allocated.
     """
     gemm: Gemm = TORCH_GEMM
@@ -186,7 +187,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for x_CH, row_C in zip(x.flatten(0, -2).split(options.chunk), row_N.split(options.chunk), strict=True):
             logits_CV = _chunk_logits(x_CH, weight, bias, options)
             if options.saves_exponentials:
-                statistics.append(options.ops.exponentiate_(logits_CV, row_C))
+                statistics.append(exponentiate_(logits_CV, row_C))
                 exps.append(logits_CV)
                 dots += [log_exponential_dot(logits_CV)] if softmax.has_entropy else []
             else:

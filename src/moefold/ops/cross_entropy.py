@@ -34,14 +34,6 @@ class CrossEntropyOps(Protocol):
         """
         ...
 
-    def exponentiate_(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
-        """Replace logits, float32 at least, by the exponentials of their distance to the row's maximum.
-
-        Returns:
-            their `statistics`, with the same bits.
-        """
-        ...
-
     def gradient_out(
         self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
     ) -> None:
@@ -75,10 +67,6 @@ class TorchCrossEntropyOps:
         ]
         return RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
 
-    def exponentiate_(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
-        """See `CrossEntropyOps`."""
-        return _statistics(logits_CV, row_C, logits_CV)
-
     def gradient_out(
         self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
     ) -> None:
@@ -100,6 +88,11 @@ class TorchCrossEntropyOps:
 
 
 TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
+
+
+def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
+    """Replace logits, float32 at least, by the exponentials of their distance to the row's maximum."""
+    return _statistics(logits_CV, row_C, logits_CV)
 
 
 def exponential_gradient_out(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, RowStatistics
+from moefold.ops.cross_entropy import RowStatistics
 
 BLOCK_V = 4096
 """Logits of a row that a program has in registers at a time."""
@@ -62,10 +62,6 @@ class TritonCrossEntropyOps:
                 num_warps=NUM_WARPS,
             )  # fmt: skip
         return RowStatistics(top_C, sum_C, target_C)
-
-    def exponentiate_(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
-        """See `CrossEntropyOps`; only a CPU saves exponentials."""
-        return TORCH_CROSS_ENTROPY_OPS.exponentiate_(logits_CV, row_C)
 
     def gradient_out(
         self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor

@@ -146,7 +146,6 @@ def _c_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
         CompilerError: this machine cannot compile them.
     """
     from moefold.ops.cpu.build import build_libraries
-    from moefold.ops.cpu.cross_entropy import CCrossEntropyOps
     from moefold.ops.cpu.draw import CDraw
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.permute import CPermuteOps
@@ -154,16 +153,10 @@ def _c_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
     from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
 
-    attention_names = ("norm", "rope", "attention", "paged_attention")
-    names = ("gemm", "swiglu", *attention_names, "permute", "router", "cross_entropy", "decode", "draw")
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
     build_libraries(*names)
     kernels = SelectedKernels(
-        permute_ops=CPermuteOps(),
-        router_softmax=CSoftmax(),
-        rope=CRope(),
-        norm=CNorm(),
-        draw=CDraw(),
-        cross_entropy_ops=CCrossEntropyOps(),
+        permute_ops=CPermuteOps(), router_softmax=CSoftmax(), rope=CRope(), norm=CNorm(), draw=CDraw()
     )
     kernels = _with_c_gemms(kernels, run)
     activation = CSwiGLU()
