@@ -64,9 +64,12 @@ def test_the_short_answers_equal_torch(pool):
 
 def test_ranks_of_the_core_of_parity_ask_torch(monkeypatch):
     propagator = DTensor._op_dispatcher.sharding_propagator
-    before = propagator.propagate_op_sharding_non_cached
+    monkeypatch.setattr(propagator, "propagate_op_sharding_non_cached", general_sharding)
     monkeypatch.setenv(ASK_TORCH, "1")
     shorten_sharding()
-    assert propagator.propagate_op_sharding_non_cached == before
+    assert propagator.propagate_op_sharding_non_cached == general_sharding
+    monkeypatch.delenv(ASK_TORCH)
+    shorten_sharding()
+    assert propagator.propagate_op_sharding_non_cached is short_or_general
     recipe = (ROOT / "Makefile").read_text().partition("\nparity-core:")[2].partition("\n\n")[0]
     assert f"\n\t{ASK_TORCH}=1 $(PYTEST) " in recipe

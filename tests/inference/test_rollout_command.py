@@ -34,7 +34,7 @@ def byte_model(pool, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def rollout(byte_model, tmp_path, capsys):
-    """Runs the command in a folder with prompts and rewards. Return (exit status, stdout, stderr)."""
+    """Runs the command in a folder with prompts and rewards. Returns (exit status, stdout, stderr)."""
     Path(tmp_path, "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n', encoding="utf-8")
     Path(tmp_path, "reward.py").write_text(REWARD, encoding="utf-8")
 

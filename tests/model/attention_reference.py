@@ -50,7 +50,7 @@ def with_gradients(attend, grad_out: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 
 def causal_attention_pairs(given: list[Tensor], window: int, starts: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ours, by the definition) of the output and each gradient. Given = [grad_out, q, k, v], then sinks if any."""
+    """(ours, by the definition) of the output and each gradient, of given = [grad_out, q, k, v], then sinks if any."""
     positions = torch.arange(len(given[0]))
 
     def expected(q, k, v, sinks=None):
@@ -68,7 +68,7 @@ def documents(starts: Tensor | None) -> PackedDocuments | None:
 
 
 def random_attention(seed: int, seq_len: int, batch: int, heads: tuple[int, int, int]) -> list[Tensor]:
-    """[grad_out, q, k, v] in float64. Heads = (A, G, D)."""
+    """[grad_out, q, k, v] in float64, of heads (A, G, D)."""
     generator = torch.Generator().manual_seed(seed)
     query_heads, kv_heads, size = heads
     counts = (query_heads, query_heads, kv_heads, kv_heads)

@@ -110,7 +110,7 @@ def _with_gathered_pages(given: dict) -> dict:
 
 
 def _sequences(given: dict) -> list[dict]:
-    """Return the arguments of each sequence of variable length as a batch of one and return a whole batch as given."""
+    """Return the arguments of each sequence of variable length as a batch of one, or a whole batch as given."""
     if given["query"].dim() == 4:
         return [given]
     parts = []

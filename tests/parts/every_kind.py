@@ -56,6 +56,8 @@ NEEDS: dict[tuple[str, str], Settings] = {
 """Further settings that a kind needs besides the key that chooses it."""
 ON = {int: 4, float: 0.5}
 """Value of a number that is 0 by default, by its type."""
+ON_BY_KEY = {"train.lr_schedule.min_lr": 1e-5, "train.lr_schedule.decay_steps": 3}
+"""Value of a number that is 0 by default and has its own limit."""
 OTHER_WIDTH = {"head": "all_heads", "dim": "head"}
 """Other value of the widths of norms and gates."""
 TABLES = ("gate", "qk_norm", "temperature", "shared")
@@ -159,7 +161,7 @@ def _settings_at(path: str, value: object) -> Settings:
 def _with_switched(base: Settings, path: str, default: object) -> Iterator[tuple[str, Settings]]:
     section, _, key = path.partition(".")
     for value in _switched_values(default, is_given=key in base.get(section, {})):
-        yield path, merged(base, _settings_at(path, value))
+        yield path, merged(base, _settings_at(path, ON_BY_KEY.get(path, value)))
 
 
 def _switched_values(default: object, *, is_given: bool) -> Iterator[object]:

@@ -221,6 +221,7 @@ def test_the_pool_goes_on_after_a_hang_and_a_death(module):
 def test_workers_end_with_the_pool(module):
     pool = RewardPool(module, "process", workers=2, timeout_s=5)
     pids = {int(pid) for (pid,) in pool.call_all([{"prompts": ["p"], "completions": ["x"]}] * 4)}
+    assert pids
     pool.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -31,7 +31,7 @@ SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 6
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""
 LAYOUTS = (("rows", "rows"), ("rows", "transposed"), ("transposed", "transposed"), ("apart", "apart"))
 EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
-"""Relative to the largest value. Bfloat16 is rounded once, to half of that."""
+"""Relative to the largest value. A bfloat16 is rounded once, to half of that."""
 
 
 @pytest.fixture(scope="module", params=[*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from tests.verify.linear_cases import DOCUMENTS, HYBRID, TWO_SAMPLES
 pytestmark = needs_compiler
 
 KINDS = {"gla": (True, False), "gated_deltanet": (False, True), "kda": (True, True), "retention": (False, False)}
-"""Return whether there is a decay of each channel, and whether there is the delta rule."""
+"""Whether there is a decay of each channel, and whether there is the delta rule."""
 SHAPES = {
     "one token": (1, 1, 1, 1, 1, 1, 64),
     "several chunks": (150, 1, 1, 2, 16, 32, 64),
