@@ -321,15 +321,17 @@ class Search:
         # Overlap only hides communication.
         passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
+        stages = {zero for zero, _ in self.memory.placements if zero in zeros}
+        # ZeRO-2 only reduces more often than ZeRO-1.
+        least_stages = stages - {2} if 1 in stages else stages
+        placements = [placement for placement in self.memory.placements if placement[0] in least_stages]
         # Slower passes hide more communication, but never more than they take longer.
         for place in np.argsort(passes.seconds[:, 0], kind="stable").tolist():
             if passes.seconds[place, 0] + STEP_OVERHEAD_S >= least_s:
                 break
-            for zero, moments in self.memory.placements:
-                # ZeRO-2 only reduces more often than ZeRO-1.
-                if zero in zeros and not (zero == 2 and 1 in zeros):
-                    m = choice.mapping(plain[place], zero, moments)
-                    least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
+            for zero, moments in placements:
+                m = choice.mapping(plain[place], zero, moments)
+                least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
     def _layers_s(self, fold: Fold, mbs: int) -> float:
