@@ -123,7 +123,6 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
 
 
 def _run_config(run_dir: Path) -> Config:
-    """Read the recipe of a run from its folder."""
     path = run_dir / SETTINGS_FILE
     tree = read_json_object(path)
     if not tree:

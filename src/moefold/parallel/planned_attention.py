@@ -67,11 +67,6 @@ class AttentionStatistics:
         self.pairs.append(0)
         return len(self.pairs) - 1
 
-    def add_pass(self, set_index: int, pairs: int, moved_rows: int) -> None:
-        """Count the forward pass of a layer, also if it is a recomputation."""
-        self.pairs[set_index] += pairs
-        self.moved_rows += moved_rows
-
 
 class RowTransfer:
     """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
@@ -186,9 +181,10 @@ class RankTasks:
         self._statistics = rank.statistics
 
     def count_pass(self) -> None:
-        """Count the forward pass of a layer."""
+        """Count the forward pass of a layer, also if it is a recomputation."""
         if self._set_index is not None:
-            self._statistics.add_pass(self._set_index, self._pairs, self.queries.num_received)
+            self._statistics.pairs[self._set_index] += self._pairs
+            self._statistics.moved_rows += self.queries.num_received
 
 
 def members_of_set(groups: ParallelGroups) -> Integers:

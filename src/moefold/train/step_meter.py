@@ -200,7 +200,6 @@ class StepMeter:
         memory_tracker: "MemoryTracker | None",
         passes: "ForwardPasses | None",
     ) -> "StepNumbers":
-        """Return the numbers of this rank."""
         world = self._model.groups.world
         device = loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]

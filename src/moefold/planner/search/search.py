@@ -317,7 +317,8 @@ class Search:
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
         plain = self._plain_pipelines(fold, pipelines)
-        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), False, plain)
+        fastest = self._layer_bounds[self._layers_key(fold, size)][1] or self._dispatchers(fold, size)[0]
+        choice = MicroBatchChoice(fold, size, fastest, False, plain)
         # Overlap only hides communication.
         passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
@@ -335,10 +336,6 @@ class Search:
     def _layers_s(self, fold: Fold, mbs: int) -> float:
         """Return the seconds of `_add_layer_bounds`; without a legal dispatcher they are inf."""
         return self._layer_bounds[self._layers_key(fold, mbs)][0]
-
-    def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
-        """Return the dispatcher with the fastest layers."""
-        return self._layer_bounds[self._layers_key(fold, mbs)][1] or self._dispatchers(fold, mbs)[0]
 
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
