@@ -402,8 +402,7 @@ def share_levels(shares: Array) -> Array:
     positive = shares > 0
     log2 = np.log2(shares, out=np.zeros_like(shares), where=positive)
     scaled = (np.clip(log2, -MAX_LOG2_SHARE, MAX_LOG2_SHARE) + MAX_LOG2_SHARE) / (2 * MAX_LOG2_SHARE)
-    levels: Array = np.where(positive, 1 + np.rint(scaled * 254), 0).astype(np.uint8)
-    return levels
+    return np.where(positive, 1 + np.rint(scaled * 254), 0).astype(np.uint8)
 
 
 def _nullable(values: Array) -> list[list[float | None]]:

@@ -33,8 +33,7 @@ def sample_order(cfg: Config) -> SampleOrder:
     order[AlignmentPart.key] = method_of_samples(without_source(keys_of(cfg.align)["method"]))
     # The list of dropped files is compared instead.
     del order["corrupt"]
-    plain: dict[str, Any] = json.loads(json.dumps(order))
-    return plain
+    return json.loads(json.dumps(order))
 
 
 def data_order_change(

@@ -90,8 +90,7 @@ class JobLink:
 
     def receive_later(self, x: Tensor, source: int, tag: int) -> dist.Work:
         """Start to receive into `x`, see `receive`."""
-        work: dist.Work = self._handle.recv([x], source, tag)
-        return work
+        return self._handle.recv([x], source, tag)
 
     def send_object(self, value: Any, target: int, tag: int) -> "PendingSend":
         """Start to send an object, which is pickled immediately."""

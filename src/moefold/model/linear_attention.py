@@ -109,8 +109,7 @@ class LinearAttention(TokenMixer):
             return self._continue(projected, weights, self.state_cache)
         positions = self.shards.positions(len(projected[0]), projected[0].device)
         starts_SB = None if documents is None else documents.starts_SB
-        out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
-        return out
+        return checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
 
     def column_linear(self, x: Tensor, *weights: Tensor, num_unquantized: int = 0) -> list[Tensor]:
         """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp.

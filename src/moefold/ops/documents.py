@@ -125,8 +125,7 @@ class PackedDocuments:
         """Return the value of this key, which is built once."""
         if key not in self._cache:
             self._cache[key] = build()
-        value: T = self._cache[key]
-        return value
+        return self._cache[key]
 
 
 class AttentionChunks:

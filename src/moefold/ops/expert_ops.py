@@ -103,8 +103,7 @@ class GatheredRows:
         stored = vars(self).setdefault("_derived", {})
         if name not in stored:
             stored[name] = compute(self)
-        result: DerivedT = stored[name]
-        return result
+        return stored[name]
 
 
 @dataclass(frozen=True)

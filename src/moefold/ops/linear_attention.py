@@ -222,10 +222,7 @@ class Chunks:
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states before the chunks [N, .., D, Dv], the written values [N, .., C, Dv], and the last state."""
-        result: tuple[Tensor, Tensor, Tensor] = _StateScan.apply(
-            self.write_keys, self.values, self.erase_keys, self.decay, state
-        )
-        return result
+        return _StateScan.apply(self.write_keys, self.values, self.erase_keys, self.decay, state)
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [.., D, D] and update [.., D, Dv] of the states by all chunks."""

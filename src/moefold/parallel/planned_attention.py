@@ -285,8 +285,7 @@ class PlannedAttention:
         """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
         tasks = self.planner.rank_tasks(q, documents, self._window)
         tasks.count_pass()
-        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
-        return out
+        return _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
 
 
 class _PlannedFunction(torch.autograd.Function):

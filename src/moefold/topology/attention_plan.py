@@ -208,8 +208,7 @@ class AttentionPlan:
 def pairs_before(rows: Integers, window: int) -> Integers:
     """Return the visible (query, key) pairs of the first rows of a document."""
     full: Integers = np.minimum(rows, window) if window else rows
-    pairs: Integers = full * (full + 1) // 2 + (rows - full) * window
-    return pairs
+    return full * (full + 1) // 2 + (rows - full) * window
 
 
 def sum_by(keys: Integers, values: Integers, count: int) -> Integers:

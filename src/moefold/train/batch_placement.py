@@ -153,5 +153,4 @@ def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> 
     begins = np.maximum(placement.firsts_M[runs], first)
     ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)
     run, offset = repeat_indices(np.maximum(ends - begins, 0))
-    tokens: Integers = begins[run] + offset - first
-    return tokens
+    return begins[run] + offset - first

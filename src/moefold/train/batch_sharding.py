@@ -83,10 +83,7 @@ class BatchBuilder:
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum over the data-parallel ranks. Collective over dp."""
-        sums: NDArray[np.float64] = (
-            all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
-        )
-        return sums
+        return all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
 
     def build_batch(
         self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, count: InputCount

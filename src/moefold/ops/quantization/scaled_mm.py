@@ -47,8 +47,7 @@ class ScaledOperand:
 def torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
     """Call `torch.nn.functional.scaled_mm`."""
     # Looked up when it is called: older torch versions lack it and use the emulation.
-    y_MN: Tensor = F.scaled_mm(*arguments, **options)
-    return y_MN
+    return F.scaled_mm(*arguments, **options)
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,7 @@ class MemoryFilter:
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        found: NDArray[np.bool_] = self._least_bytes(choice, self.space.strategies) <= self.usable_bytes
-        return found
+        return self._least_bytes(choice, self.space.strategies) <= self.usable_bytes
 
     def _least_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteCounts:
         """Return the most bytes of mappings at three snapshots of the step, [pipelines, placements, strategies]."""

@@ -141,8 +141,7 @@ class SiteMeeting:
                 answer = self._connection.ask(message | {"site": self.number})
             except MeetError as error:
                 answer = {"unreachable": str(error)}
-        reply: Message = current_world().all_gather_object(answer)[0]
-        return reply
+        return current_world().all_gather_object(answer)[0]
 
     def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> Arrival:
         """Register until all sites are here. Collective.
