@@ -290,8 +290,7 @@ class RunReader:
         values = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
         self._settings_stamp = stamp
         self._settings_problem = _version_problem(values)
-        settings = flat_settings(values)
-        self._settings = to_json_value(settings)
+        self._settings = to_json_value(flat_settings(values))
 
     def _read_metrics(self) -> None:
         lines = self._metrics.read()

@@ -186,13 +186,12 @@ def _simulate(
     cfg, precision = resolve_precision(cfg, args.precision, device)
     workload = workload_from_config(cfg.run, cfg.moe, cfg.train, precision, imbalance=args.imbalance, attention=loads)
     cost_model = CostModel(shape, device, workload)
-    schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(
         cost_model,
         mapping_from_config(cfg.parallel, cfg.train),
         noise,
         chunks=chunks_of_stages(plan_stages(cfg), shape),
-        schedule=schedule,
+        schedule=chosen(cfg, SchedulePart),
     )
 
 

@@ -99,8 +99,7 @@ class LinearAttention(TokenMixer):
         """Compute the layer, as `TokenMixer.forward`; positions have no effect."""
         mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
-        backend = self.kernels.linear_backend
-        return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, backend)
+        return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, self.kernels.linear_backend)
 
     def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
         """Compute everything between the projections, [S/cp, B, ...] each -> [S/cp, B, A/tp * Dv]."""

@@ -221,8 +221,7 @@ class BatchSharder(BatchBuilder):
         if next_ is None:
             next_ = np.ones(samples.inputs.shape)
         starts = samples.document_starts()
-        length = self._sampler.seq_len
-        weights = np.zeros((len(next_), 1 + self._mtp_layers, length))
+        weights = np.zeros((len(next_), 1 + self._mtp_layers, self._sampler.seq_len))
         weights[:, 0] = next_
         for depth in range(1, 1 + self._mtp_layers):
             weights[:, depth, :-depth] = next_[:, depth:]

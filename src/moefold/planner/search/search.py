@@ -236,8 +236,7 @@ class Search:
         for results in own:
             stages = results.target.zero_stages
             limits[stages] = max(limits.get(stages, -inf), results.limit_s)
-        sizes = node.view.pipelines_by_mbs[node.mbs_index]
-        found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
+        found = self._fastest_that_fit(node.fold, *node.view.pipelines_by_mbs[node.mbs_index], limits, is_beam=is_beam)
         for results in own:
             timed = found.get(results.target.zero_stages)
             if timed is not None:
@@ -354,8 +353,7 @@ class Search:
         # Recomputation takes the same time with all dispatchers, or less with the fastest.
         seconds = self.cost_model.model_s(probe, self.space.strategies)
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
-        n = probe.num_micro_batches(self._global_batch_size)
-        return n / probe.pp * float(extra)
+        return probe.num_micro_batches(self._global_batch_size) / probe.pp * float(extra)
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
@@ -375,8 +373,7 @@ class Search:
                 continue
             # Most dispatchers save the same tensors, so the fastest of them is enough.
             has_own = has_own_memory(choice.dispatcher)
-            may_need_less = self.memory_model.activation_memory.may_need_less
-            if seconds < fastest or has_own and may_need_less(choice.mapping()):
+            if seconds < fastest or has_own and self.memory_model.activation_memory.may_need_less(choice.mapping()):
                 yield choice._replace(pipelines=legal)
                 fastest = fastest if has_own else seconds
 

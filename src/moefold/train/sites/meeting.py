@@ -261,8 +261,7 @@ class SiteMeeting:
         except MeetError as error:
             raise RunError(f"sites.meet={self._sites.meet!r}: {error}") from None
         store = MeetStore(self._links_connection, self._sites.timeout_s)
-        host = self._links_connection.local_host
-        self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
+        self.links = SiteLinks(store, self._links_connection.local_host, self.number, self._rank, self._sites.timeout_s)
         return self.links
 
     def raise_if_refused(self, answer: Message) -> None:
