@@ -75,7 +75,6 @@ class JobLink:
         Args:
             split: the ranks of the job.
             rank: rank of this process in the job.
-            store: store of the job.
         """
         handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, MESSAGE_TIMEOUT)
         return cls(split, rank, handle)

@@ -140,7 +140,6 @@ def make_wire_code(precision: str, dtype: torch.dtype) -> WireCode:
 
     Args:
         precision: float32 (the vector itself), bfloat16, int8 or fp4.
-        dtype: type of the vector.
     """
     match precision:
         case "bfloat16":

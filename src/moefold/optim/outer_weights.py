@@ -140,8 +140,6 @@ class OuterWeights:
         """Yield the slice of each parameter in the vector of a round, in the parameter's shape, type and device.
 
         Args:
-            names: the parameters of the round.
-            vector: the vector.
             is_mean: True: the vector is the mean of a `PendingRound`. False: it is the result of `difference`.
         """
         first = 0

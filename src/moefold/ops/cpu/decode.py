@@ -230,7 +230,6 @@ class CDecodeLayer:
 
     Args:
         shared: memory shared by all layers of the decoder.
-        weights: weights of the layer.
         key_pages: [P, G, D, PAGE_POSITIONS].
         value_pages: [P, G, PAGE_POSITIONS, D].
     """

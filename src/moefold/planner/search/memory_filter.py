@@ -155,11 +155,7 @@ class MemoryFilter:
     def _walk(
         self, strategies: MemoryStrategies, room: float = inf, pick: PipelineChoice = small_pipelines
     ) -> Iterator[SizedMapping]:
-        """Yield mappings that may need less memory than `usable_bytes`, or, without it, less than all mappings before.
-
-        Args:
-            room: bytes above which no mapping counts.
-        """
+        """Yield mappings that may need fewer bytes than `room`, or, without it, fewer than all mappings before."""
         limit = room
         queue: list[tuple[float, int, AttentionView, Fold]] = []
         for view in self.space.views:

@@ -61,7 +61,6 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     Args:
         matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
-        fallback: optimizer of all other parameters.
         part: momentum, steps and weight decay.
         split: returns the logical matrices of a full matrix, as views.
         run: the stage (constructor and step are collective over it), learning rate and store of the momenta.
