@@ -119,7 +119,6 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     """Map a segment.
 
     Args:
-        num_bytes: its size.
         descriptor: descriptor of the segment in this process; None if another process has created it.
     """
     opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor

@@ -100,7 +100,6 @@ class SiteLinks:
     Args:
         store: store of the meeting point.
         host: address of this machine that the other sites can reach.
-        rank: this rank in its site.
         timeout_s: longest wait for another site.
     """
 
@@ -146,7 +145,6 @@ class SiteLinks:
         """Send the tensors of this rank to the same rank of a site that joins; block, and return the bytes.
 
         Args:
-            transfer: name of the transfer.
             tensors: local tensors, in the order of the receiver's.
         """
         group = self._connect_pair(transfer, 0)
@@ -164,7 +162,6 @@ class SiteLinks:
         """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
 
         Args:
-            transfer: name of the transfer.
             tensors: local tensors of the sizes and types of the sender's.
         """
         group = self._connect_pair(transfer, 1)

@@ -56,7 +56,6 @@ class JobLink:
     """Point-to-point messages between the ranks of a job. Messages of one tag from one rank arrive in their order.
 
     Args:
-        split: the ranks of the job.
         rank: rank of this process in the job.
         handle: process group of all ranks of the job, see `connect`.
     """
@@ -73,7 +72,6 @@ class JobLink:
         """Connect all ranks of the job. Collective over them, without a timeout.
 
         Args:
-            split: the ranks of the job.
             rank: rank of this process in the job.
         """
         handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, MESSAGE_TIMEOUT)

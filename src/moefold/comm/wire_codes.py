@@ -46,11 +46,7 @@ class WireCode(ABC):
 
 
 class PlainCode(WireCode):
-    """The bytes of the vector itself.
-
-    Args:
-        dtype: type of the vector.
-    """
+    """The bytes of the vector itself."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

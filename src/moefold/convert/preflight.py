@@ -194,7 +194,6 @@ def init_from_unsupported_reason(
     """Return the reason why a recipe cannot start with the weights of a folder; empty if it can.
 
     Args:
-        model: the recipe's model.
         is_dense: whether the folder's weights are upcycled to the recipe's model.
     """
     if not path.is_dir():

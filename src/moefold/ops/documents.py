@@ -149,8 +149,6 @@ class AttentionChunks:
         Args:
             documents: documents of the whole samples; None if each sample is one document.
             seq_len: tokens of a whole sample, S.
-            batch: samples.
-            device: device of the tensors.
         """
         if not self.size or (documents is None and seq_len <= self.size):
             return documents

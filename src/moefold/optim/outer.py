@@ -176,7 +176,6 @@ class OuterOptimizer(OuterWeights):
         """Return the update of the outer weights of a parameter before the learning rate, and move their momentum.
 
         Args:
-            name: name of the parameter.
             mean_g: g.
             momentum: one tensor, or none without momentum.
         """

@@ -110,7 +110,6 @@ class AttentionPlan:
     A task is rows of one document; each attends to the keys of the document up to its own.
 
     Args:
-        placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
@@ -235,7 +234,6 @@ def plan_attention(
     anyway, then a rank of its node, then the rank with the least work.
 
     Args:
-        placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         tolerance: see above, at least 0; None if every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.

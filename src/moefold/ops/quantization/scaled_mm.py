@@ -116,7 +116,6 @@ def scaled_mm_unsupported_reason(
     Args:
         linear: the GEMMs.
         quant_format: format that they quantise to.
-        device: device of the GEMMs.
         dtype: the dtype of the run, as a device may support one result dtype and not another.
         sizes: rows M, depth K and width N; N is at most M and K.
     """

@@ -41,7 +41,6 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
 
     Args:
         matrix: 2D.
-        num_steps: number of Newton-Schulz iterations.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
