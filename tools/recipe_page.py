@@ -6,12 +6,13 @@ from dataclasses import fields
 from textwrap import TextWrapper
 
 from moefold.config.aliases import KEY_OF
-from moefold.config.key_annotations import own_maxima
+from moefold.config.field import MaxMagnitude
 from moefold.config.key_help import RecipeKey, recipe_keys, section_help
 from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.method_defaults import all_methods
+from moefold.config.part import metadata_of
 from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import sections
+from moefold.config.suggestions import kind_settings, last_name, owner_of, sections
 
 PAGE_WIDTH = 118
 
@@ -123,8 +124,13 @@ def _prose(lines: list[str]) -> list[str]:
 
 def _keys_by_max() -> dict[int, list[str]]:
     """Return the keys with their own bound, grouped by bound, largest first."""
+    annotations = {
+        f"{section}.{key}": marks for section, owner in sections().items() for key, marks in metadata_of(owner).items()
+    }
+    annotations |= {path: metadata_of(owner_of(path))[last_name(path)] for path in kind_settings()}
+    maxima = {key: mark.value for key, marks in annotations.items() for mark in marks if isinstance(mark, MaxMagnitude)}
     found: dict[int, list[str]] = {}
-    for key, maximum in sorted(own_maxima().items(), key=lambda item: -item[1]):
+    for key, maximum in sorted(maxima.items(), key=lambda item: -item[1]):
         found.setdefault(maximum, []).append(key)
     return found
 

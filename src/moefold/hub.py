@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import unquote
 
 from moefold import __version__
@@ -229,14 +229,9 @@ def hub_error(name: str, error: Exception) -> ConfigError:
             f"{name!r} is not in the cache, and the hub cannot be reached (HF_HUB_OFFLINE, no network, or a wrong "
             "HF_ENDPOINT); run the command once with network"
         )
-    status = _status_code(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return ConfigError(
             f"{name!r}: the hub denies access (HTTP {status}); log in with a token that has it: hf auth login"
         )
     return ConfigError(f"{name!r} cannot be read or written on the hub: {line[:300]}; try again, a transfer continues")
-
-
-def _status_code(error: Exception) -> int | None:
-    response: Any = getattr(error, "response", None)
-    return getattr(response, "status_code", None)

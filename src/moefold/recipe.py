@@ -40,7 +40,6 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
     Args:
         tree: the sections of the recipe with overrides applied; its [train] is changed in place.
         recipe: the sections of the recipe without overrides.
-        overrides: the overrides.
 
     Returns:
         A message for each change.
@@ -92,7 +91,6 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
     Args:
         tree: the sections of the recipe with overrides applied; its [run] is changed in place.
         recipe: the sections of the recipe without overrides.
-        overrides: the overrides.
 
     Returns:
         A message on the replaced key.
@@ -197,7 +195,6 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
 
     Args:
-        cfg: the recipe.
         largest: largest world size to consider; None if there is no limit.
     """
     p = cfg.parallel

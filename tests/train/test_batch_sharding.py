@@ -42,7 +42,7 @@ def _read(cfg: Config, first_sample: int) -> tuple[int, Tensor, Batch]:
 
 def _evaluation(cfg: Config, num_samples: int) -> tuple[int, list[Batch]]:
     loader, groups, _ = _loader(cfg, "validation")
-    return groups.attn.dp.rank, loader.eval_batches(num_samples)
+    return groups.attn.dp.rank, loader.to_eval_batches(*loader.read_eval_samples(num_samples))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_an_evaluation_of_more_than_is_held_out_takes_all(pool, tmp_path):
 def _refused(cfg: Config) -> str:
     loader, _, _ = _loader(cfg, "validation")
     with pytest.raises(ConfigError) as error:
-        loader.eval_batches(4)
+        loader.to_eval_batches(*loader.read_eval_samples(4))
     return str(error.value)
 
 

@@ -85,7 +85,8 @@ def _weights(cfg: Config, positions: list[int]) -> tuple[int, np.ndarray, list[n
     groups = ParallelGroups.create(fold(world_size=cfg.parallel.world_size), torch.device("cpu"))
     split = SplitSampler(Weighted(), IndexRanges((range(64),)), order_key=None)
     loader = BatchSharder(split, cfg.batch_shape, groups, torch.tensor(positions))
-    evaluation = [batch.columns["weights"].numpy() for batch in loader.eval_batches(6)]
+    batches = loader.to_eval_batches(*loader.read_eval_samples(6))
+    evaluation = [batch.columns["weights"].numpy() for batch in batches]
     return groups.attn.dp.rank, loader.batch(0).columns["weights"].numpy(), evaluation
 
 

@@ -154,8 +154,7 @@ def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[Fitted
         cost = _gemm_cost(device, gemm.dtype)
         shape = f"{gemm.rows} x {gemm.depth} x {gemm.columns}"
         yield FittedTime(f"GEMM {gemm.dtype} {shape}", gemm.seconds, cost.matmul_s(gemm.rows, gemm.columns, gemm.depth))
-    experts = measured.experts
-    yield FittedTime(f"experts {measured.dtype}", experts.seconds, _experts_s(device, measured))
+    yield FittedTime(f"experts {measured.dtype}", measured.experts.seconds, _experts_s(device, measured))
     for core in measured.attention:
         forward_s, backward_s = attention_core_s(device, measured.dtype, core.flops, core.seq_len, core.head_size)
         yield FittedTime(f"attention {core.seq_len} forward", core.forward_s, forward_s)
@@ -218,8 +217,7 @@ def _with_gemm_rates(device: Device, measured: DeviceMeasurements) -> Device:
         for dtype in dict.fromkeys(gemm.dtype for gemm in measured.gemms)
     }
     if "bfloat16" in rates:
-        peak = device.peak_flops[BF16]
-        rate = _rate_and_fraction("peak", "fraction", peak, rates["bfloat16"])
+        rate = _rate_and_fraction("peak", "fraction", device.peak_flops[BF16], rates["bfloat16"])
         device = replace(
             device,
             peak_flops=device.peak_flops | {BF16: rate["peak"]},

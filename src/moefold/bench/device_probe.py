@@ -82,7 +82,6 @@ class DeviceProbe:
 
     Args:
         dtype: compute type of attention and experts: "float32" or "bfloat16".
-        local_ranks: ranks of one machine.
         rounds: timed rounds of each operation.
         on_progress: called with the name of each part.
     """

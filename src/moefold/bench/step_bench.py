@@ -142,5 +142,4 @@ def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with StorageMeter() as meter:
         step()
-    peak_bytes: int = meter.peak_bytes
-    return peak_bytes
+    return meter.peak_bytes

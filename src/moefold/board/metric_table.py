@@ -45,8 +45,7 @@ def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
         sums[..., distance:] += decay * sums[..., :-distance]
         totals[..., distance:] += decay * totals[..., :-distance]
         distance *= 2
-    means: Array = np.where(is_finite, sums, np.nan) / np.where(is_finite, totals, 1.0)
-    return means
+    return np.where(is_finite, sums, np.nan) / np.where(is_finite, totals, 1.0)
 
 
 MAX_METRICS = 1000

@@ -290,8 +290,7 @@ class RunReader:
         values = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
         self._settings_stamp = stamp
         self._settings_problem = _version_problem(values)
-        settings = flat_settings(values)
-        self._settings = to_json_value(settings)
+        self._settings = to_json_value(flat_settings(values))
 
     def _read_metrics(self) -> None:
         lines = self._metrics.read()
@@ -402,8 +401,7 @@ def share_levels(shares: Array) -> Array:
     positive = shares > 0
     log2 = np.log2(shares, out=np.zeros_like(shares), where=positive)
     scaled = (np.clip(log2, -MAX_LOG2_SHARE, MAX_LOG2_SHARE) + MAX_LOG2_SHARE) / (2 * MAX_LOG2_SHARE)
-    levels: Array = np.where(positive, 1 + np.rint(scaled * 254), 0).astype(np.uint8)
-    return levels
+    return np.where(positive, 1 + np.rint(scaled * 254), 0).astype(np.uint8)
 
 
 def _nullable(values: Array) -> list[list[float | None]]:

@@ -70,7 +70,6 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
 
     Args:
         held_by_survivor: `SnapshotGeneration.held` of each process, by its rank in the generation.
-        old_layout: layout of the generation.
     """
     steps = {step for owners_by_step in held_by_survivor.values() for step in owners_by_step}
     for step in sorted(steps, reverse=True):

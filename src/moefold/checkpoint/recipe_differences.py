@@ -33,8 +33,7 @@ def sample_order(cfg: Config) -> SampleOrder:
     order[AlignmentPart.key] = method_of_samples(without_source(keys_of(cfg.align)["method"]))
     # The list of dropped files is compared instead.
     del order["corrupt"]
-    plain: dict[str, Any] = json.loads(json.dumps(order))
-    return plain
+    return json.loads(json.dumps(order))
 
 
 def data_order_change(
@@ -85,8 +84,7 @@ def data_order_change(
 def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
     """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
     old = data_files(_recorded_order(meta), meta.data_files)
-    new = data_files(order, fingerprints)
-    names = names_now(old, meta.data_files, new, fingerprints)
+    names = names_now(old, meta.data_files, data_files(order, fingerprints), fingerprints)
 
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}

@@ -170,8 +170,7 @@ def _state_of(owner: Stateful, name: str) -> dict[str, Any]:
     state = owner.state_dict()
     if not isinstance(state, Mapping):
         raise ConfigError(f"state_dict() of {name!r} returned {state!r:.60}, and must return a dict")
-    plain: dict[str, Any] = _plain(state, name)
-    return plain
+    return _plain(state, name)
 
 
 def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:

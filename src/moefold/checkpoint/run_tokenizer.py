@@ -99,8 +99,7 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
     name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
         return
-    path = existing_path("data.tokenizer", name)
-    present = read_tokenizer_folder(path)
+    present = read_tokenizer_folder(existing_path("data.tokenizer", name))
     recorded = read_tokenizer_folder(saved)
     advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
     if (

@@ -231,7 +231,6 @@ def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
 
 
 def _relative_to(region: Region, start: Offsets) -> Region:
-    """Return a region relative to an offset."""
     return tuple(slice(span.start - a, span.stop - a) for span, a in zip(region, start, strict=True))
 
 

@@ -49,8 +49,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.worker import eval_worker
     from moefold.launch.ranks import run_ranks
 
-    main = partial(eval_worker, job, arguments.json)
-    return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
+    return run_ranks(partial(eval_worker, job, arguments.json), job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -229,7 +229,7 @@ def _heat_row(
             text.append("x" * width, style=f"bold {HOT}")
         else:
             level = min(len(blocks) - 1, max(0, int(height(value) * len(blocks))))
-            text.append(blocks[level] * width, style=_share_color(value) if marks_zero else _load_color(value))
+            text.append(blocks[level] * width, style=COLD if marks_zero and value < 0.5 else _load_color(value))
     return text
 
 
@@ -244,8 +244,3 @@ def _load_color(load: float) -> str:
     if load < 1.5:
         return EVEN
     return WARM if load < 2.5 else HOT
-
-
-def _share_color(share: float) -> str:
-    """Return the colour of an expert's tokens over the mean."""
-    return COLD if share < 0.5 else _load_color(share)

@@ -34,8 +34,7 @@ def run(argv: list[str]) -> int:
             f"--host {args.host} can be reached from other machines, and there is no shared secret; name a file with "
             f"--secret, or set {SECRET_VARIABLE}"
         )
-    listener = listen(args.host, args.port)
-    asyncio.run(_serve(listener, args.host, secret))
+    asyncio.run(_serve(listen(args.host, args.port), args.host, secret))
     return 0
 
 

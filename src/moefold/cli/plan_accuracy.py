@@ -81,8 +81,7 @@ def _line(prediction: Prediction) -> str:
 def _groups(accuracy: Accuracy) -> Table:
     table = Table("gpu and precision", "rows", "mean absolute error")
     for name, group in accuracy.by_gpu_precision.items():
-        mean = group["mean_abs_error_pct"]
-        table.add_row(name, str(group["rows"]), _percent(mean))
+        table.add_row(name, str(group["rows"]), _percent(group["mean_abs_error_pct"]))
     return table
 
 

@@ -123,7 +123,6 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
 
 
 def _run_config(run_dir: Path) -> Config:
-    """Read the recipe of a run from its folder."""
     path = run_dir / SETTINGS_FILE
     tree = read_json_object(path)
     if not tree:
@@ -187,13 +186,12 @@ def _simulate(
     cfg, precision = resolve_precision(cfg, args.precision, device)
     workload = workload_from_config(cfg.run, cfg.moe, cfg.train, precision, imbalance=args.imbalance, attention=loads)
     cost_model = CostModel(shape, device, workload)
-    schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(
         cost_model,
         mapping_from_config(cfg.parallel, cfg.train),
         noise,
         chunks=chunks_of_stages(plan_stages(cfg), shape),
-        schedule=schedule,
+        schedule=chosen(cfg, SchedulePart),
     )
 
 

@@ -34,8 +34,7 @@ def run(argv: list[str]) -> int:
     overrides = arguments.pop("overrides")
     cfg = load_config(Path(recipe), overrides)
     check_config(cfg)
-    request = JobRequest(**arguments)
-    print_escaped(write_job_file(cfg, recipe, overrides, request), end="")
+    print_escaped(write_job_file(cfg, recipe, overrides, JobRequest(**arguments)), end="")
     return 0
 
 

@@ -101,7 +101,6 @@ def async_all_to_all(
 
     Args:
         x: rows to send, before encoding by `wire_format`.
-        group: the members.
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
         wire_format: encoding of the rows; not used in a group of one rank.

@@ -43,7 +43,6 @@ def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_spli
 
     Args:
         x: rows to send, in the order of their destinations, [sum(input_splits), ...].
-        group: the members.
         input_splits: rows for each member.
         output_splits: rows from each member.
 
@@ -77,7 +76,6 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
 
     Args:
         x: local tensor; group.size divides its size along split_dim.
-        group: the members.
         split_dim: the dim that becomes local.
         concat_dim: the dim that becomes full, in group order.
     """
@@ -319,7 +317,6 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
 
     Args:
         partial_sum: computes this rank's partial sum for a member, overwritten here; contiguous, all of one shape.
-        group: the members.
     """
     total = partial_sum((group.rank - 1) % group.size)
     for step in range(1, group.size):

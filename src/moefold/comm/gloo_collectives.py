@@ -27,7 +27,6 @@ class _Messages(dist.Work):
 
     Args:
         receives: the receives, in the order of the members.
-        sends: the sends.
         finish: computes the result from the received tensors.
     """
 

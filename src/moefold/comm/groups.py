@@ -124,8 +124,6 @@ class ParallelGroups:
         `topology.communicators` determines which groups share a communicator.
 
         Args:
-            layout: the folding.
-            device: device of this rank.
             recorder: flight recorder that a watchdog reads; None for a new recorder.
             separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
 

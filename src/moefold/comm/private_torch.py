@@ -69,8 +69,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def shard_in_graph(tensor: DTensor) -> Tensor:
     """Return the local shard of a DTensor as a node of the autograd graph, like `DTensor.to_local`."""
-    shard: Tensor = _LocalShard.apply(tensor)
-    return shard
+    return _LocalShard.apply(tensor)
 
 
 def dtensor_like(like: DTensor, shard: Tensor) -> DTensor:
@@ -139,10 +138,7 @@ def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
 
 def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the pack and unpack hooks that are active for saved tensors, or None without any."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
-        torch._C._autograd._top_saved_tensors_default_hooks(False)
-    )
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def is_in_backward() -> bool:
@@ -180,8 +176,7 @@ def has_onednn_linear() -> bool:
 
 def onednn_linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """Return x @ w.T, [M, N], by oneDNN's linear operator."""
-    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
-    return y_MN
+    return torch.ops.mkldnn._linear_pointwise(x_MK, w_NK, None, "none", [], "")
 
 
 def cpu_flash_attention() -> Any:
@@ -512,14 +507,12 @@ def _sharded_along_rows(x: Tensor, dim: int, size: int) -> Tensor:
 
 def fsdp_shard(param: Any) -> Tensor:
     """Return the padded shard of a member of a parameter group, flat."""
-    shard: Tensor = param._sharded_param_data
-    return shard
+    return param._sharded_param_data
 
 
 def fsdp_group_size(group: Any) -> int:
     """Return over how many ranks a parameter group is sharded."""
-    size: int = group._all_gather_process_group.size()
-    return size
+    return group._all_gather_process_group.size()
 
 
 def fsdp_reduction_group(group: Any, *, replicates: bool) -> dist.ProcessGroup:

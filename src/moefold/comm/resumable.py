@@ -26,8 +26,7 @@ def run_to_end(resumable: Resumable[T]) -> T:
         try:
             next(resumable)
         except StopIteration as end:
-            value: T = end.value
-            return value
+            return end.value
 
 
 class ResumableTask(Generic[T]):

@@ -119,8 +119,6 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     """Map a segment.
 
     Args:
-        file: the segment.
-        num_bytes: its size.
         descriptor: descriptor of the segment in this process; None if another process has created it.
     """
     opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor
@@ -252,8 +250,6 @@ class SharedExchange:
 
     Args:
         memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
-        barrier: barrier of the members.
-        group: the members.
     """
 
     def __init__(self, memory: Tensor, barrier: PipeBarrier, group: Group) -> None:

@@ -100,8 +100,6 @@ class SiteLinks:
     Args:
         store: store of the meeting point.
         host: address of this machine that the other sites can reach.
-        number: this site.
-        rank: this rank in its site.
         timeout_s: longest wait for another site.
     """
 
@@ -137,7 +135,6 @@ class SiteLinks:
             delta: the vector of this site, on the host, of the same size and type on all members; it must not change
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
-            code: the code.
             num_gathered: number of the last coded elements that are not averaged: the result has these elements of each
                 member, and its mean is not defined there.
             probe: exchanged too; all members have a probe, or no member has.
@@ -148,7 +145,6 @@ class SiteLinks:
         """Send the tensors of this rank to the same rank of a site that joins; block, and return the bytes.
 
         Args:
-            transfer: name of the transfer.
             tensors: local tensors, in the order of the receiver's.
         """
         group = self._connect_pair(transfer, 0)
@@ -166,7 +162,6 @@ class SiteLinks:
         """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
 
         Args:
-            transfer: name of the transfer.
             tensors: local tensors of the sizes and types of the sender's.
         """
         group = self._connect_pair(transfer, 1)

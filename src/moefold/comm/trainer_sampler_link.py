@@ -56,7 +56,6 @@ class JobLink:
     """Point-to-point messages between the ranks of a job. Messages of one tag from one rank arrive in their order.
 
     Args:
-        split: the ranks of the job.
         rank: rank of this process in the job.
         handle: process group of all ranks of the job, see `connect`.
     """
@@ -73,9 +72,7 @@ class JobLink:
         """Connect all ranks of the job. Collective over them, without a timeout.
 
         Args:
-            split: the ranks of the job.
             rank: rank of this process in the job.
-            store: store of the job.
         """
         handle = dist.ProcessGroupGloo(dist.PrefixStore("job link", store), rank, split.num_ranks, MESSAGE_TIMEOUT)
         return cls(split, rank, handle)
@@ -90,8 +87,7 @@ class JobLink:
 
     def receive_later(self, x: Tensor, source: int, tag: int) -> dist.Work:
         """Start to receive into `x`, see `receive`."""
-        work: dist.Work = self._handle.recv([x], source, tag)
-        return work
+        return self._handle.recv([x], source, tag)
 
     def send_object(self, value: Any, target: int, tag: int) -> "PendingSend":
         """Start to send an object, which is pickled immediately."""

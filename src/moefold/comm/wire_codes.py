@@ -46,11 +46,7 @@ class WireCode(ABC):
 
 
 class PlainCode(WireCode):
-    """The bytes of the vector itself.
-
-    Args:
-        dtype: type of the vector.
-    """
+    """The bytes of the vector itself."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -140,7 +136,6 @@ def make_wire_code(precision: str, dtype: torch.dtype) -> WireCode:
 
     Args:
         precision: float32 (the vector itself), bfloat16, int8 or fp4.
-        dtype: type of the vector.
     """
     match precision:
         case "bfloat16":

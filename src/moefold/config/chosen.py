@@ -21,8 +21,7 @@ def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
 def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
     """Return the part that a recipe chooses if it has a kind, else the part of this kind with its defaults."""
     part: AnyPart = chosen(recipe, group)
-    chosen_part: AnyPart = part if part.kind == kind else make_part(group.group, kind)
-    return chosen_part
+    return part if part.kind == kind else make_part(group.group, kind)
 
 
 @cache

@@ -79,24 +79,6 @@ def _own_maximum(section: str, key: str) -> int | None:
     )
 
 
-@cache
-def own_maxima() -> dict[str, int]:
-    """Return the largest magnitude of each key, and of each setting of a built-in part, whose annotation sets one."""
-    key_maxima = {
-        f"{section}.{key}": maximum
-        for section in sections()
-        for key in key_types(section)
-        if (maximum := _own_maximum(section, key)) is not None
-    }
-    part_maxima = {
-        path: entry.value
-        for path in kind_settings()
-        for entry in metadata_of(owner_of(path))[last_name(path)]
-        if isinstance(entry, MaxMagnitude)
-    }
-    return key_maxima | part_maxima
-
-
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait, and the settings of its tables by their paths."""
     names = {key for key, metadata in metadata_of(sections()[section]).items() if trait in metadata}

@@ -61,9 +61,8 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
         help_text = help_texts[key]
         if name == LR_KEY:
             default, help_text = "by method", f"{help_text} {rates_text()}"
-        described = describe_key(section, key)
         keys += [
-            RecipeKey(name, described, default, help_text, choices=_choices_of(name)),
+            RecipeKey(name, describe_key(section, key), default, help_text, choices=_choices_of(name)),
             *_settings_of_kinds(name),
         ]
     return tuple(keys)

@@ -134,7 +134,6 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
 
 
 def _attention(model: Any, words: LayerWords) -> AttentionPart:
-    """Return the attention of a layer."""
     if words.attention == "linear":
         linear: AttentionPart = model.linear_attention
         return linear

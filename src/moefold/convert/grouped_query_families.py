@@ -434,7 +434,6 @@ def _switch(hf_config: Json, key: str) -> bool:
 
 
 def _layers_with_rope(hf_config: Json) -> list[bool]:
-    """Return whether each layer has RoPE."""
     count = num_layers_of(hf_config)
     values = hf_config.get("no_rope_layers") or []
     if not values:

@@ -188,21 +188,12 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     return model
 
 
-def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model of some weights without MTP (multi-token prediction) layers if the recipe has none.
-
-    These layers read the model's last hidden states and change nothing in it, so the other weights fit the recipe.
-    """
-    return weights if model.mtp_layers else replace(weights, mtp_layers=0)
-
-
 def init_from_unsupported_reason(
     model: ModelConfig, path: Path, ignored_keys: Collection[str] = (), *, is_dense: bool = False
 ) -> str:
     """Return the reason why a recipe cannot start with the weights of a folder; empty if it can.
 
     Args:
-        model: the recipe's model.
         is_dense: whether the folder's weights are upcycled to the recipe's model.
     """
     if not path.is_dir():
@@ -223,7 +214,10 @@ def init_from_unsupported_reason(
         # Weights of a dense model: all indexers start at random.
         layers = spell_layers([words._replace(selection="own") for words in model.layer_words])
         model = replace(model, attention=replace(model.attention, indexer=None), layers=layers)
-    different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)
+    if not model.mtp_layers:
+        # MTP (multi-token prediction) layers read the model's last hidden states and change nothing in it.
+        weights_model = replace(weights_model, mtp_layers=0)
+    different = model_differences(model_sizes(weights_model), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 
 

@@ -82,7 +82,6 @@ def choose_tokenizer(
     """Choose the tokenizer to export with a checkpoint: the tokenizer of its run.
 
     Args:
-        meta: metadata of the checkpoint.
         sidecar_dir: sidecar files of the weights that the run started from.
         run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`); None: the file that the recipe named.
     """

@@ -226,8 +226,7 @@ class ActivationMemory(LayerSizes):
     @property
     def loss_chunk_tokens(self) -> int:
         """Tokens whose logits are in memory at a time; 0: all."""
-        device_type = self.kernels.device_type
-        chunk = self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
+        chunk = self.train.loss_chunk_tokens(self.kernels.device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
         return chunk if 0 < chunk < self.gathered_tokens else 0
 
     @property

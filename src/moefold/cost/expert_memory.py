@@ -154,10 +154,6 @@ class ExpertMemory:
             ExpertRows(self._batch.tokens, self._part.top_k, self.expert_tokens, *widths, p.ep, p.etp)
         )
 
-    def allgather_combine_buffer(self) -> BytesByPart:
-        """Return the bytes of sums for tokens of other ranks."""
-        return BytesByPart({"dispatch buffers": self.exchange_bytes.sums} if self.exchange_bytes.sums else {})
-
     def dispatch_comm_buffers(self) -> BytesByPart:
         """Return the bytes of the dispatch's send and receive buffers.
 

@@ -193,7 +193,6 @@ def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int =
 
     Args:
         window: sliding window in tokens; 0: none.
-        seq_len: tokens of the sequence.
         causal: count the half that a causal mask leaves. Has no effect with a window or chunks.
         chunk_size: tokens of an attention chunk; 0: none.
     """

@@ -175,5 +175,4 @@ def drop_dominated(rows: Counts) -> Counts:
         left = np.concatenate([left[:, :start], rest[:, stays]], axis=1)
         at = np.concatenate([at[:start], at[start:][stays]])
         start += int(stays[: block.shape[1]].sum())
-    found: Counts = rows[at]
-    return found
+    return rows[at]

@@ -66,8 +66,7 @@ class WeightSharding:
     @classmethod
     def from_config(cls, cfg: Config, *, for_training: bool) -> "WeightSharding":
         """Return the sharding of a recipe that passed `check_config`."""
-        layout = fold_mapping(cfg.parallel)
-        return cls(cfg.model, layout, plan_stages(cfg), for_training and cfg.parallel.zero > 0)
+        return cls(cfg.model, fold_mapping(cfg.parallel), plan_stages(cfg), for_training and cfg.parallel.zero > 0)
 
     def boxes(self, rank: int) -> dict[str, Box]:
         """Return the box of each parameter and expert bias that a rank holds, by name; none for empty shards."""

@@ -169,7 +169,6 @@ class UnitStateMemory:
         yield numel * self._outer_bytes, numel * self._master_bytes
 
     def _gathered_bytes(self, weights: Iterable[ParamSpec], mapping: StateMapping) -> int:
-        """Return the bytes of gathered weights."""
         total = 0
         for weight in weights:
             shards = weight.dp_shards(mapping.degrees[weight.is_expert])

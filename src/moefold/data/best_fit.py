@@ -142,8 +142,7 @@ def recipe_best_fit(
     if data.document_index:
         paths += [document_ends_path(file.path) for file in files]
     boundaries = DocumentBoundaries(stream, None if data.document_index else data.document_end)
-    pad_id = max(0, data.document_end)
-    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id)
+    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=max(0, data.document_end))
 
 
 def open_best_fit(

@@ -25,6 +25,7 @@ from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, bounded_lines, o
 from moefold.config.suggestions import closest_match
 from moefold.data.input_paths import COMPRESSION_SUFFIXES
 from moefold.errors import ConfigError, install_command
+from moefold.message_text import first_line
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BLOCK_BYTES = 1 << 20
@@ -386,7 +387,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
             values = python_values(batch.column(column), path, column, row)
         except (OSError, ArrowException) as error:
             raise ConfigError(
-                f"{path} is damaged after row {row} (column {column!r}: {_first_line(error)}); copy it again or leave "
+                f"{path} is damaged after row {row} (column {column!r}: {first_line(error)}); copy it again or leave "
                 "it out"
             ) from error
         for value in values:
@@ -411,7 +412,3 @@ def _check_utf8(value: Any, message: str) -> None:
         raise ConfigError(
             f"{message} ({error.reason} at byte {error.start}); fix the text or write it again as UTF-8"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

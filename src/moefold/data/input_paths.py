@@ -244,7 +244,6 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
     """Raise TypeError for data file names that no run writes, which a forged checkpoint could use to read other files.
 
     Args:
-        path: data.path of the run.
         tokens: names of its token files, in the order of `files`; empty if unknown.
     """
     file_names = list(files)

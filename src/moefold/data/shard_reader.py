@@ -118,8 +118,7 @@ class ShardReader:
                 raise ids.broken_error(f"{len(content)} of {size_bytes} bytes at {start} were read")
         except OSError as error:
             raise ids.broken_error(f"it cannot be read ({error.strerror})") from error
-        numbers: NDArray[np.integer] = np.frombuffer(content, dtype=ids.dtype)
-        return numbers
+        return np.frombuffer(content, dtype=ids.dtype)
 
     def _check_length(self, size_bytes: int) -> None:
         needed_bytes = self._ids.offset_bytes + self._ids.count * self._ids.dtype.itemsize

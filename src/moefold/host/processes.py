@@ -59,12 +59,9 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dic
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    handled = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not is_nohup]
     return {number: signal.signal(number, handler) for number in handled}
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None = None) -> None:

@@ -123,7 +123,8 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     import_part_files(tree)
     _refuse_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
-    raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
+    degrees = {name: getattr(parallel, name) for name in ("world_size", *DEGREES)}
+    raise_all(f"parallel.{name}={value} must be at least 1" for name, value in degrees.items() if value < 1)
     if "world_size" not in tree.get("parallel", {}):
         p = parallel
         parallel = replace(p, world_size=request.world_size or p.pp * lcm(p.tp * p.cp, p.ep * p.etp))
@@ -227,10 +228,6 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
             f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
-
-
-def _degrees(p: ParallelConfig) -> dict[str, int]:
-    return {name: getattr(p, name) for name in ("world_size", *DEGREES)}
 
 
 def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:

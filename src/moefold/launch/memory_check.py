@@ -55,8 +55,7 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
     if host.pp_ranks:
         check_training_fits(cfg, host)
     if cfg.rollout.ranks:
-        first_rank = cfg.parallel.world_size
-        sampling = local_host_capacity(rollout_config(cfg).parallel, device_type, rank_env, first_rank)
+        sampling = local_host_capacity(rollout_config(cfg).parallel, device_type, rank_env, cfg.parallel.world_size)
         if sampling.pp_ranks:
             check_sampling_fits(cfg, sampling, host.pp_ranks)
 

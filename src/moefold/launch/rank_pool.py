@@ -94,7 +94,6 @@ class WorkerPool:
         """Call `function(*args)` on every rank of a new process group.
 
         Args:
-            world_size: number of ranks.
             function: function importable by name, with a picklable result; torch.distributed gives it its rank.
             args: picklable arguments, equal on every rank.
             timeout_s: seconds until the ranks count as hung.

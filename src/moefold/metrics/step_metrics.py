@@ -130,8 +130,7 @@ def _per_sample(dot_products: NDArray[np.float64], samples: NDArray[np.float64])
     """Return the dot products of the gradients per sample, of the replicas that have samples."""
     has_samples = samples > 0
     counts = samples[has_samples]
-    means: NDArray[np.float64] = dot_products[np.ix_(has_samples, has_samples)] / np.outer(counts, counts)
-    return means
+    return dot_products[np.ix_(has_samples, has_samples)] / np.outer(counts, counts)
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:

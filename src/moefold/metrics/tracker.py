@@ -153,7 +153,6 @@ def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
 
 
 def _tensorboard_tag(name: str) -> str:
-    """Return the TensorBoard tag of a curve."""
     for start, first in _TENSORBOARD_FIRST.items():
         if name.startswith(start):
             return first + name.removeprefix(start)

@@ -78,7 +78,6 @@ class MetricsWriter:
 
     Args:
         run_dir: folder of the run; created if missing.
-        metrics: settings of the trackers.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run.
         config: the resolved recipe, for trackers that show it.
         outputs: reports an output that fails and disables it.

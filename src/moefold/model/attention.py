@@ -326,8 +326,7 @@ class CausalAttention:
             or isinstance(block_mask, BlockedWindow | FlashMask)
             or is_faster_in_fp32(q)
         ):
-            y: Tensor = _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel, takes_limits)
-            return y
+            return _BlockAttention.apply(scale_queries(q, scale), k, v, sinks, block_mask, kernel, takes_limits)
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
         if mask is None and self.tuner is not None:
             from moefold.ops.measured_attention import measured_causal_sdpa

@@ -73,9 +73,8 @@ class DeltaAttention(LinearAttention):
         gate, a, b = projected[3:]
         weight_CK, a_log, dt_bias = weights
         convolved = self.convolved(projected)
-        kernel = self.kernels.convolution
         mixed = causal_convolution(
-            convolved, weight_CK, preceding.previous_KBC, preceding.num_previous_SB, F.silu, kernel
+            convolved, weight_CK, preceding.previous_KBC, preceding.num_previous_SB, F.silu, self.kernels.convolution
         )
         key_width = projected[1].shape[-1]
         q, k, v = mixed.split((key_width, key_width, mixed.shape[-1] - 2 * key_width), -1)

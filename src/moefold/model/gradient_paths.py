@@ -19,16 +19,14 @@ def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and source.requires_grad):
         return value
-    passed: Tensor = _PassGradient.apply(source, value)
-    return passed
+    return _PassGradient.apply(source, value)
 
 
 def connect_loss(source: Tensor, loss: Tensor) -> Tensor:
     """Return `loss`, which was computed from `source` without a graph; the backward pass gives zeros to `source`."""
     if not (torch.is_grad_enabled() and source.requires_grad):
         return loss
-    connected: Tensor = _ConnectLoss.apply(source, loss)
-    return connected
+    return _ConnectLoss.apply(source, loss)
 
 
 def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:

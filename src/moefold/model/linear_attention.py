@@ -99,8 +99,7 @@ class LinearAttention(TokenMixer):
         """Compute the layer, as `TokenMixer.forward`; positions have no effect."""
         mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
-        backend = self.kernels.linear_backend
-        return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, backend)
+        return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, self.kernels.linear_backend)
 
     def mix(self, projected: tuple[Tensor, ...], documents: PackedDocuments | None) -> Tensor:
         """Compute everything between the projections, [S/cp, B, ...] each -> [S/cp, B, A/tp * Dv]."""
@@ -109,8 +108,7 @@ class LinearAttention(TokenMixer):
             return self._continue(projected, weights, self.state_cache)
         positions = self.shards.positions(len(projected[0]), projected[0].device)
         starts_SB = None if documents is None else documents.starts_SB
-        out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
-        return out
+        return checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
 
     def column_linear(self, x: Tensor, *weights: Tensor, num_unquantized: int = 0) -> list[Tensor]:
         """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp.

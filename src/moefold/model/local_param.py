@@ -79,8 +79,7 @@ class CastCopy:
         if self.values is None:
             self.values = parameter.detach().to(dtype)
         assert self.values.dtype == dtype
-        weight: Tensor = _ReadCopy.apply(parameter, self.values)
-        return weight
+        return _ReadCopy.apply(parameter, self.values)
 
 
 class _ReadCopy(torch.autograd.Function):

@@ -268,8 +268,7 @@ class Transformer(nn.Module):
 def _run_module(block: Block, *args: Any) -> Resumable[LayerOutput]:
     """Run a layer with its hooks; yields nothing."""
     yield from ()
-    output: LayerOutput = block(*args)
-    return output
+    return block(*args)
 
 
 def module_settings(cfg: Config) -> ModuleSettings:

@@ -150,7 +150,6 @@ class HostMemory:
     """Host memory, pinned on CUDA, so that copies overlap with computation.
 
     Args:
-        copy_engine: copies to and from the device.
         limit_bytes: maximum held at a time, with the allocator's rounding.
     """
 

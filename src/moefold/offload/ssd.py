@@ -111,7 +111,6 @@ class SsdFile:
     has a checksum, so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
 
     Args:
-        copy_engine: copies to and from the device.
         folder: folder on the disk; created if needed.
         limit_bytes: largest size of the file.
 

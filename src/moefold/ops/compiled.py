@@ -24,8 +24,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors with Inductor at its first call; a graph break is an error."""
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
-    return compiled
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,8 +75,7 @@ class CompiledQKNormRope:
             angles: cosines and sines of `Rope`.
             is_interleaved: see `Rope`.
         """
-        rotated: tuple[Tensor, Tensor] = self._compiled(query, key, weights, eps, angles, is_interleaved)
-        return rotated
+        return self._compiled(query, key, weights, eps, angles, is_interleaved)
 
 
 def _norm_and_rotate(
@@ -113,13 +111,11 @@ class CompiledSwiGLU:
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
         """See `SwiGLUKernel`."""
-        y: Tensor = self._forward(g_MF, u_MF)
-        return y
+        return self._forward(g_MF, u_MF)
 
     def swiglu_backward(self, grad_MF: Tensor, g_MF: Tensor, u_MF: Tensor) -> tuple[Tensor, Tensor]:
         """See `SwiGLUKernel`."""
-        gradients: tuple[Tensor, Tensor] = self._backward(grad_MF, g_MF, u_MF)
-        return gradients
+        return self._backward(grad_MF, g_MF, u_MF)
 
 
 def _swiglu(g_MF: Tensor, u_MF: Tensor) -> Tensor:

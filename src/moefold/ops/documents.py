@@ -125,8 +125,7 @@ class PackedDocuments:
         """Return the value of this key, which is built once."""
         if key not in self._cache:
             self._cache[key] = build()
-        value: T = self._cache[key]
-        return value
+        return self._cache[key]
 
 
 class AttentionChunks:
@@ -150,8 +149,6 @@ class AttentionChunks:
         Args:
             documents: documents of the whole samples; None if each sample is one document.
             seq_len: tokens of a whole sample, S.
-            batch: samples.
-            device: device of the tensors.
         """
         if not self.size or (documents is None and seq_len <= self.size):
             return documents

@@ -15,20 +15,17 @@ from torch.nn import functional as F
 
 def sigmoid(x: Tensor) -> Tensor:
     """Compute 1 / (1 + exp(-x)) of each element."""
-    y: Tensor = _Sigmoid.apply(x) if x.is_cpu else torch.sigmoid(x)
-    return y
+    return _Sigmoid.apply(x) if x.is_cpu else torch.sigmoid(x)
 
 
 def silu(x: Tensor) -> Tensor:
     """Compute x * sigmoid(x) of each element."""
-    y: Tensor = _SiLU.apply(x) if x.is_cpu else F.silu(x)
-    return y
+    return _SiLU.apply(x) if x.is_cpu else F.silu(x)
 
 
 def softplus(x: Tensor) -> Tensor:
     """Compute log(1 + exp(x)) of each element."""
-    y: Tensor = _Softplus.apply(x) if x.is_cpu else F.softplus(x)
-    return y
+    return _Softplus.apply(x) if x.is_cpu else F.softplus(x)
 
 
 class _Sigmoid(torch.autograd.Function):

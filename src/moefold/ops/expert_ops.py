@@ -21,7 +21,6 @@ class LazyCounts(Sequence[int]):
     """Tokens of each expert, counted on a device, int64 [E]; only the first read of a number synchronises.
 
     Args:
-        counts_E: the counts.
         values: the same numbers, if the host knows them; then no read synchronises.
     """
 
@@ -103,8 +102,7 @@ class GatheredRows:
         stored = vars(self).setdefault("_derived", {})
         if name not in stored:
             stored[name] = compute(self)
-        result: DerivedT = stored[name]
-        return result
+        return stored[name]
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,6 @@ class ExpertOps(Protocol):
 
         Args:
             x: tokens sorted by expert [R, H], or with a `permute_map` unsorted tokens [T, H].
-            weights: weights of the experts.
             options: all other arguments.
             probs_R: factor of each output row, [R]; it is applied before the down projection, so that its gradient
                 does not need the outputs.

@@ -219,7 +219,6 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows:
     """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic.
 
     Args:
-        values_RN: the rows.
         offsets_E: end offset of each expert's rows.
         has_undefined_rows: rows after the last expert's may be undefined.
     """

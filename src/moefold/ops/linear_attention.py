@@ -173,11 +173,6 @@ def _to_chunks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (-1, size)).movedim(1, 3)
 
 
-def _from_chunks(x: Tensor) -> Tensor:
-    """Return [N, B, A, C, ...] as [S, B, A, ...]."""
-    return x.movedim(3, 1).flatten(0, 1)
-
-
 @dataclass(frozen=True)
 class Chunks:
     """Products within the chunks, [N, B, A, C, ...]; the states between them follow from `scan`."""
@@ -227,10 +222,7 @@ class Chunks:
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states before the chunks [N, .., D, Dv], the written values [N, .., C, Dv], and the last state."""
-        result: tuple[Tensor, Tensor, Tensor] = _StateScan.apply(
-            self.write_keys, self.values, self.erase_keys, self.decay, state
-        )
-        return result
+        return _StateScan.apply(self.write_keys, self.values, self.erase_keys, self.decay, state)
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [.., D, D] and update [.., D, Dv] of the states by all chunks."""
@@ -255,7 +247,7 @@ class Chunks:
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """Return the tokens [S, B, A, Dv] of chunks [N, B, A, C, Dv], without padding."""
-        return _from_chunks(x)[: self.length]
+        return x.movedim(3, 1).flatten(0, 1)[: self.length]
 
     def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `PreparedChunks`."""

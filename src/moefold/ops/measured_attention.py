@@ -21,7 +21,6 @@ def measured_causal_sdpa(tuner: Autotuner, q: Tensor, k: Tensor, v: Tensor, scal
     """Compute `causal_sdpa` by the backend whose forward and backward pass are the fastest together.
 
     Args:
-        tuner: chooses the backend.
         q: queries, [S, B, A, D].
         k: keys, [S, B, G, D].
         v: values, [S, B, G, Dv].
@@ -65,8 +64,6 @@ class MeasuredBlockAttention:
     """Attention with log-sum-exp by the faster of two kernels in each pass: their results are interchangeable.
 
     Args:
-        tuner: chooses the kernel.
-        name: name of the kernel.
         kernel: the default.
     """
 

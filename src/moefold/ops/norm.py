@@ -63,8 +63,7 @@ def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | Non
     kernel = kernel or TORCH_RMS_NORM
     if not torch.is_grad_enabled():
         return kernel.forward(x, weight, eps)[0]
-    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel)
-    return y
+    return _RMSNorm.apply(x, weight, eps, kernel)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -63,7 +63,6 @@ class FlashPages:
         Args:
             q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
             pages: pages of keys and of values, [P, positions, G, D], which include the keys of the rows.
-            segments: segments of the rows.
             window: sliding window: maximum keys of a row, its own included; 0: no limit.
             sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
 

@@ -91,7 +91,6 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
     """Sum each token's rows times their weights, in float32 at least: [R, H] -> [T, H] in the dtype of y.
 
     Args:
-        y_RH: rows.
         row_TK: rows of each token, int64.
         weights_TK: weights of any dtype; None: 1.
     """

@@ -19,8 +19,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: [S, 1 or B, 1, R], with equal halves.
         sin: same shape.
     """
-    y: Tensor = _RotateHalves.apply(x, cos, sin)
-    return y
+    return _RotateHalves.apply(x, cos, sin)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:

@@ -303,8 +303,7 @@ class _LossBlock(NamedTuple):
 
 
 def _index_loss(index: IndexTensors, blocks: Iterable[_LossBlock]) -> Tensor:
-    loss: Tensor = _IndexLoss.apply(index.query, index.weight, index.key, blocks, torch.is_grad_enabled())
-    return loss
+    return _IndexLoss.apply(index.query, index.weight, index.key, blocks, torch.is_grad_enabled())
 
 
 class _IndexLoss(torch.autograd.Function):

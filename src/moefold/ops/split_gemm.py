@@ -28,8 +28,7 @@ def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor
     operands are not split.
     """
     splits = x_TH.device.type != "cpu" and x_TH.dtype == torch.bfloat16 and w_EH.dtype == torch.float32
-    y_TE: Tensor = UpcastLinear.apply(x_TH, w_EH, splits, gemm)
-    return y_TE
+    return UpcastLinear.apply(x_TH, w_EH, splits, gemm)
 
 
 def split_fp32(x: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ def swiglu(g: Tensor, u: Tensor, kernel: SwiGLUKernel | None) -> Tensor:
     """Compute silu(g) * u; with a kernel, only g and u are saved for backward."""
     if kernel is None:
         return silu(g) * u
-    y: Tensor = _SwiGLUFunction.apply(g, u, kernel)
-    return y
+    return _SwiGLUFunction.apply(g, u, kernel)
 
 
 class _SwiGLUFunction(torch.autograd.Function):

@@ -31,8 +31,8 @@ class TensorHasher:
         # Offloaded moments are on the host.
         words = _as_int64(local.to(self._factors.device))
         chunks = words.split(CHUNK_WORDS)
-        # The same index in another chunk has another factor: the product of two odd numbers, which is odd.
-        weighted = [self._weighted_sum(chunk) * _odd_factor(i) for i, chunk in enumerate(chunks)]
+        # The same index in another chunk has another factor: the product of two odd numbers below 2**63, which is odd.
+        weighted = [self._weighted_sum(chunk) * ((i * _STRIDE | 1) % 2**63) for i, chunk in enumerate(chunks)]
         return torch.stack([words.sum(), torch.stack(weighted).sum()])
 
     def _weighted_sum(self, integers: Tensor) -> Tensor:
@@ -40,11 +40,6 @@ class TensorHasher:
         mixed ^= integers
         mixed *= self._factors[: len(integers)]
         return mixed.sum()
-
-
-def _odd_factor(chunk: int) -> int:
-    """Return the common factor of a chunk, odd and below 2**63."""
-    return (chunk * _STRIDE | 1) % 2**63
 
 
 def _as_int64(local: Tensor) -> Tensor:

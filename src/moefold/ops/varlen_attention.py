@@ -55,7 +55,6 @@ class TaskAttention:
         rows: first row and row after the last of the queries of each task, int64 [K, 2]; the tasks cover all R rows.
         keys: first key and key after the last of each task, int64 [K, 2]; at least as many as queries.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
-        device: device of the tensors.
     """
 
     def __init__(self, rows: Integers, keys: Integers, window: int, device: torch.device) -> None:

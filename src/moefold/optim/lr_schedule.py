@@ -83,7 +83,6 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
     Args:
         before: `schedule_settings` of the run that saved the checkpoint; empty if they are unknown.
         run, training: sections of the recipe that continues the run.
-        step: the step of the checkpoint.
     """
     after = schedule_settings(run, training)
     if before == after or not 0 < step < run.steps:

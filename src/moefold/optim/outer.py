@@ -39,7 +39,6 @@ class OuterOptimizer(OuterWeights):
         """Return the vector that this site sends in a round.
 
         Args:
-            fragments: the fragments of the round.
             delta: result of `difference`.
             is_last: the round follows the last step.
         """
@@ -65,7 +64,6 @@ class OuterOptimizer(OuterWeights):
         """Undo `begin_next` after a failed exchange, whose round is not applied. Local.
 
         Args:
-            fragments: the fragments of the round.
             delta: result of `difference`; the residual has not changed since.
         """
 
@@ -75,7 +73,6 @@ class OuterOptimizer(OuterWeights):
         """Take the outer step of a round; may be collective over the site.
 
         Args:
-            round_: the round.
             groups: the process groups of this rank.
             is_overlapped: the site has trained since the differences were taken.
 
@@ -125,7 +122,6 @@ class OuterOptimizer(OuterWeights):
         """Set the residual to the coding error of a round, once the round is certain. Local.
 
         Args:
-            fragments: the fragments of the round.
             sent: result of `difference`.
             decoded: `sent` as the sites decoded it.
         """
@@ -152,7 +148,6 @@ class OuterOptimizer(OuterWeights):
         Args:
             delta: result of `difference` for the round.
             mean: the mean of a round; `delta` itself in a round of one site.
-            fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
         is_own = mean is delta and not keep_local and not self._settings.residual
@@ -181,7 +176,6 @@ class OuterOptimizer(OuterWeights):
         """Return the update of the outer weights of a parameter before the learning rate, and move their momentum.
 
         Args:
-            name: name of the parameter.
             mean_g: g.
             momentum: one tensor, or none without momentum.
         """

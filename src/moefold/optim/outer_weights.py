@@ -34,7 +34,6 @@ class OuterWeights:
         buffers: the buffers of this rank, by name.
         settings: the section [sites].
         state_store: memory of the states between rounds.
-        num_fragments: fragments of the model.
         replicas: number of ranks that hold the same shard of a parameter, by name; 1 if absent. 0: another rank counts
             the parameter.
         experts: names of the parameters of routed experts.
@@ -117,7 +116,6 @@ class OuterWeights:
         """Return the number of elements of a parameter in the vector of a round: whole blocks of the code.
 
         Args:
-            name: name of the parameter.
             is_mean: True: the vector is the mean of a `PendingRound`. False: it is the result of `difference`.
         """
         numel = self.select(name, local_tensor(self._parameters[name].data)).numel()
@@ -140,8 +138,6 @@ class OuterWeights:
         """Yield the slice of each parameter in the vector of a round, in the parameter's shape, type and device.
 
         Args:
-            names: the parameters of the round.
-            vector: the vector.
             is_mean: True: the vector is the mean of a `PendingRound`. False: it is the result of `difference`.
         """
         first = 0

@@ -29,7 +29,6 @@ class PinnedStore(StateStore):
     """Store in pinned host memory.
 
     Args:
-        copy_engine: copies to and from the device.
         min_bytes: moments smaller than this on this rank stay on the device.
     """
 
@@ -124,7 +123,6 @@ class MmapStore(PinnedStore):
     the memory of the process; the kernel writes them to disk when it needs the memory.
 
     Args:
-        copy_engine: copies to and from the device.
         folder: folder on the disk; created if needed.
         min_bytes: see `PinnedStore`.
     """

@@ -79,8 +79,7 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
     """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1."""
     if cp.size == 1:
         return CausalAttention(window, chunk_size)
-    attention: CoreAttention = context.build(cp, window, chunk_size)
-    return attention
+    return context.build(cp, window, chunk_size)
 
 
 def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, cp: int, rank: int) -> Tensor:

@@ -254,8 +254,7 @@ class PagedDecoder:
             top_k, num_choices = (moe.top_k, moe.num_choices) if moe else (0, 0)
             return np.zeros((0, len(slots), top_k), expert_index_dtype(num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
-        choices: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
-        return choices
+        return torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of all layers, (from, to); no page is copied to twice."""

@@ -67,11 +67,6 @@ class AttentionStatistics:
         self.pairs.append(0)
         return len(self.pairs) - 1
 
-    def add_pass(self, set_index: int, pairs: int, moved_rows: int) -> None:
-        """Count the forward pass of a layer, also if it is a recomputation."""
-        self.pairs[set_index] += pairs
-        self.moved_rows += moved_rows
-
 
 class RowTransfer:
     """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
@@ -186,9 +181,10 @@ class RankTasks:
         self._statistics = rank.statistics
 
     def count_pass(self) -> None:
-        """Count the forward pass of a layer."""
+        """Count the forward pass of a layer, also if it is a recomputation."""
         if self._set_index is not None:
-            self._statistics.add_pass(self._set_index, self._pairs, self.queries.num_received)
+            self._statistics.pairs[self._set_index] += self._pairs
+            self._statistics.moved_rows += self.queries.num_received
 
 
 def members_of_set(groups: ParallelGroups) -> Integers:
@@ -289,8 +285,7 @@ class PlannedAttention:
         """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
         tasks = self.planner.rank_tasks(q, documents, self._window)
         tasks.count_pass()
-        out: Tensor = _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
-        return out
+        return _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)
 
 
 class _PlannedFunction(torch.autograd.Function):

@@ -52,7 +52,6 @@ class WeightTransfer:
     Constructor and `run` are collective over all ranks.
 
     Args:
-        source: the model with the weights.
         target: the model that gets them: for inference, or for training under another mapping, without its optimizer
             state. It may lack the multi-token prediction layers of the source.
         max_scratch_bytes: largest memory of the buffers of one bucket on a rank.

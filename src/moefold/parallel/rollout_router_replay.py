@@ -174,8 +174,7 @@ class RolloutReplay:
         """Return the mask of a rank's tokens that a data-parallel rank of sampling routed, bool [N, S/(cp*tp)]."""
         rollout = self._rows_of_receiver(tokens.rollout_NS, receiver)
         is_routed = (rollout >= 0) & (self._rows_of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
-        is_from: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
-        return is_from
+        return is_routed & (tokens.shard_R[rollout] == shard)
 
 
 def _concatenate(

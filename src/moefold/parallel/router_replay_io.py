@@ -80,11 +80,9 @@ class RouterReplayBuffer:
     def _own_choices(self, step: TracedStep, layer: int, first_sample: int) -> Array:
         """Return the choices of this rank's tokens in a traced layer, [N, S/(cp*tp), K]."""
         if self._slots is None:
-            local: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
-            return local
+            return step.samples(layer, first_sample, self._num_samples)[:, self._positions]
         samples, positions = np.divmod(self._slots.cpu().numpy(), self._shape.seq_len)
-        expert_ids: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
-        return expert_ids
+        return step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
 
     def _slots_of(self, batch: Batch) -> Tensor | None:
         """Return sample * S + position of each token of this rank, [N, S/(cp*tp)]; None: samples in their places."""

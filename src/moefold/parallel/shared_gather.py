@@ -107,8 +107,7 @@ def _is_served(group: Any) -> bool:
 
 
 def _gathered_dtype(param: Any) -> torch.dtype:
-    dtype: torch.dtype = param.param_dtype or param.orig_dtype
-    return dtype
+    return param.param_dtype or param.orig_dtype
 
 
 def _place(param: Any, memory: Any, offset: int, members: Group) -> _Gathered:

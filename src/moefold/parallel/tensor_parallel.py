@@ -177,8 +177,7 @@ class AsyncTensorParallel(SequenceParallelTokens):
         if self._split_sizes is not None:
             return super().linear_reduce_scatter(x, weight, wgrad_store, linear_backend)
         wgrad_sink, (tracked_weight,) = weight_grad_sink(wgrad_store, x, [weight])
-        out: Tensor = _LinearReduceScatter.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), tracked_weight)
-        return out
+        return _LinearReduceScatter.apply(x, self._tp, wgrad_sink, _gemm(linear_backend), tracked_weight)
 
 
 def _gemm(linear_backend: LinearBackend | None) -> Gemm:

@@ -29,8 +29,7 @@ class GroupStdAdvantage(AdvantagePart, kind="group_std"):
         over_mean = centred(rewards)
         degrees = np.maximum(reward_counts(rewards) - 1, 1)
         std = np.sqrt(np.nansum(over_mean**2, axis=1, keepdims=True) / degrees)
-        scaled: Rewards = over_mean / (std + EPS)
-        return scaled
+        return over_mean / (std + EPS)
 
 
 @dataclass(frozen=True, kw_only=True)

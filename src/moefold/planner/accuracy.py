@@ -607,8 +607,7 @@ def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelM
     num_experts = model_spec.config.routed.num_experts if model_spec.config.routed else m.ep
     if num_experts % m.ep:
         raise SkipRowError(f"ep={m.ep} does not divide {num_experts} experts")
-    batch = case.workload.global_batch_size
-    local = batch // m.dp
+    local = case.workload.global_batch_size // m.dp
     sizes = [m.mbs] if m.mbs else [size for size in MICRO_BATCHES if local % size == 0]
     if m.mbs and local % m.mbs:
         raise SkipRowError(f"micro-batches of {m.mbs} do not divide {local} samples of a rank")

@@ -115,7 +115,6 @@ def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[Fo
 
     Args:
         request: the model, the GPUs, and the batch at the request's own length; its method does not count.
-        lengths: sequence lengths in tokens.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.

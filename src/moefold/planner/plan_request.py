@@ -150,8 +150,7 @@ def document_loads(
     if lengths is None:
         return None
     check_documents(data, rl, lengths)
-    samples = open_document_samples(lengths, train.seq_len)
-    return DocumentLoads(samples, train.seq_len, chosen_in(parallel, ContextPart))
+    return DocumentLoads(open_document_samples(lengths, train.seq_len), train.seq_len, chosen_in(parallel, ContextPart))
 
 
 def check_imbalance(value: float, num_experts: int) -> float:

@@ -171,11 +171,7 @@ class SiteCost:
         return max(fewest, len(self.volumes[precision]) * (overlap + 1))
 
     def data_parallel(self, num_bytes: float) -> DataParallelRate:
-        """Return the speed of data parallelism at best: a ring all-reduce overlapped with the whole step.
-
-        Args:
-            num_bytes: bytes of the gradients of the model.
-        """
+        """Return the speed of data parallelism at best: a ring all-reduce of the gradients overlaps with the step."""
         sent = 2 * (self.count - 1) / self.count * num_bytes
         exchange_s = 2 * (self.count - 1) * self.link.latency_s + sent / self.link.bytes_per_s
         step_s = max(self.step_s, exchange_s)

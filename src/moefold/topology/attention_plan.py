@@ -110,7 +110,6 @@ class AttentionPlan:
     A task is rows of one document; each attends to the keys of the document up to its own.
 
     Args:
-        placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
@@ -208,8 +207,7 @@ class AttentionPlan:
 def pairs_before(rows: Integers, window: int) -> Integers:
     """Return the visible (query, key) pairs of the first rows of a document."""
     full: Integers = np.minimum(rows, window) if window else rows
-    pairs: Integers = full * (full + 1) // 2 + (rows - full) * window
-    return pairs
+    return full * (full + 1) // 2 + (rows - full) * window
 
 
 def sum_by(keys: Integers, values: Integers, count: int) -> Integers:
@@ -236,7 +234,6 @@ def plan_attention(
     anyway, then a rank of its node, then the rank with the least work.
 
     Args:
-        placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         tolerance: see above, at least 0; None if every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.

@@ -97,8 +97,7 @@ def collective_sequence(
 def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) -> Iterator[str]:
     """Yield a phrase for each pair of ranks of a group that start expert collectives in different orders."""
     attention = layout.attention
-    moe = layout.moe
-    groups = chain(attention.groups("dp", "cp", "tp"), moe.groups("edp", "ep", "etp"))
+    groups = chain(attention.groups("dp", "cp", "tp"), layout.moe.groups("edp", "ep", "etp"))
     for group in dict.fromkeys(tuple(sorted(group)) for group in groups):
         reference = sequences[group[0]]
         for rank in group[1:]:

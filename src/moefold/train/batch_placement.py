@@ -78,7 +78,11 @@ class MicroBatchSetPlacer:
         }
         placed_columns |= {"token_samples": exchange.samples, "positions": exchange.positions}
         num_samples = len(columns[names[0]])
-        return {name: _as_rows(values, num_samples) for name, values in placed_columns.items()}, placed
+        # [sets * C, ...] -> [samples, ..., S/cp].
+        return {
+            name: np.moveaxis(values.reshape(num_samples, -1, *values.shape[1:]), 1, -1)
+            for name, values in placed_columns.items()
+        }, placed
 
     def _place_sets(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
         """Return the bounds with the placement of each micro-batch set. Collective over dp.
@@ -149,10 +153,4 @@ def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> 
     begins = np.maximum(placement.firsts_M[runs], first)
     ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)
     run, offset = repeat_indices(np.maximum(ends - begins, 0))
-    tokens: Integers = begins[run] + offset - first
-    return tokens
-
-
-def _as_rows(values: NDArray[Any], num_samples: int) -> NDArray[Any]:
-    """Return the values of slots, [sets * C, ...], in the shape of a batch, [samples, ..., S/cp]."""
-    return np.moveaxis(values.reshape(num_samples, -1, *values.shape[1:]), 1, -1)
+    return begins[run] + offset - first

@@ -83,10 +83,7 @@ class BatchBuilder:
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum over the data-parallel ranks. Collective over dp."""
-        sums: NDArray[np.float64] = (
-            all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
-        )
-        return sums
+        return all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
 
     def build_batch(
         self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, count: InputCount
@@ -177,18 +174,11 @@ class BatchSharder(BatchBuilder):
 
         Collective over dp if samples are annotated: the mean is over the counted targets of all ranks.
         """
-        (batch,) = self._normalize_weights([samples], self.global_batch_size)
+        (batch,) = self.to_eval_batches([samples], self.global_batch_size)
         return batch
 
-    def eval_batches(self, num_samples: int) -> list[Batch]:
-        """Return this rank's shards of the first `num_samples` of the split, or of the whole split if it is smaller.
-
-        The weights of all batches and ranks sum to 1. Collective as `to_batch`.
-        """
-        return self.to_eval_batches(*self.read_eval_samples(num_samples))
-
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """Read this rank's samples of an evaluation; return them with the number of samples over all ranks.
+        """Read this rank's samples of the first `num_samples` of the split; return them with the number over all ranks.
 
         The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
         samples are skipped.
@@ -202,10 +192,6 @@ class BatchSharder(BatchBuilder):
             weighted.append(self._read_weighted_samples(samples, num_samples - start))
             first = samples[-1] + 1
         return weighted, num_samples
-
-    def to_eval_batches(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
-        """Build the batches of an evaluation. Collective as `to_batch`."""
-        return self._normalize_weights(weighted, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
         """Read this rank's samples of one global batch. Samples after the first `num_taken` of the batch weigh 0."""
@@ -235,8 +221,7 @@ class BatchSharder(BatchBuilder):
         if next_ is None:
             next_ = np.ones(samples.inputs.shape)
         starts = samples.document_starts()
-        length = self._sampler.seq_len
-        weights = np.zeros((len(next_), 1 + self._mtp_layers, length))
+        weights = np.zeros((len(next_), 1 + self._mtp_layers, self._sampler.seq_len))
         weights[:, 0] = next_
         for depth in range(1, 1 + self._mtp_layers):
             weights[:, depth, :-depth] = next_[:, depth:]
@@ -244,8 +229,11 @@ class BatchSharder(BatchBuilder):
                 weights[:, depth, :-depth] *= starts[:, :-depth] == starts[:, depth:]
         return weights
 
-    def _normalize_weights(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
-        """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
+    def to_eval_batches(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
+        """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts.
+
+        Collective as `to_batch`.
+        """
         length = self._sampler.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._mtp_layers)])
         num_tokens = num_samples * length

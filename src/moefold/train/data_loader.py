@@ -263,5 +263,4 @@ def resolve_token_files(
     found = None
     if world.is_rank0:
         found = build_token_file_set(data, vocab_size=model.vocab_size, skipped=skipped)
-    shards: TokenFileSet = world.all_gather_object(found)[0]
-    return shards
+    return world.all_gather_object(found)[0]

@@ -71,10 +71,9 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     peak = tracker.peak()
     activations = tracker.peak(lambda part: part not in NOT_ACTIVATIONS)
     activation_peak = {part: size for part, size in activations.by_part.items() if part not in NOT_ACTIVATIONS}
-    pp_rank = layout.attention.coordinate(groups.rank, "pp")
     return MeasuredMemory(
         rank=groups.rank,
-        pp_rank=pp_rank,
+        pp_rank=layout.attention.coordinate(groups.rank, "pp"),
         total=peak.total,
         peak=peak.by_part,
         activations=activations.total,

@@ -54,14 +54,12 @@ class RankLoss:
     @property
     def restored_step(self) -> int | None:
         """The step that is restored from memory; None if a checkpoint is loaded."""
-        step: int | None = self.generation.plan["step"]
-        return step
+        return self.generation.plan["step"]
 
     @property
     def lacks_shards(self) -> bool:
         """Return whether there are snapshots in memory that lack a shard."""
-        lacks: bool = self.generation.plan["lacks_shards"]
-        return lacks
+        return self.generation.plan["lacks_shards"]
 
     def describe(self, dp: int) -> str:
         """Return a log message."""

@@ -262,5 +262,4 @@ def _describe_last_save(checkpoint: CheckpointConfig, newest: Path | None, step:
 
 
 def _not_saved_reason(checkpoint: CheckpointConfig) -> str:
-    every = checkpoint.every
-    return f"checkpoint.every={every} and checkpoint.at_end={str(checkpoint.at_end).lower()} say"
+    return f"checkpoint.every={checkpoint.every} and checkpoint.at_end={str(checkpoint.at_end).lower()} say"

@@ -200,7 +200,6 @@ class StepMeter:
         memory_tracker: "MemoryTracker | None",
         passes: "ForwardPasses | None",
     ) -> "StepNumbers":
-        """Return the numbers of this rank."""
         world = self._model.groups.world
         device = loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
@@ -282,8 +281,7 @@ class StepMeter:
 
         The columns are five scalars, then counts, thresholds and biases.
         """
-        num_experts = self._num_choices
-        rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
+        rows = torch.zeros(len(self._moe_numbers), 5 + 3 * self._num_choices, dtype=torch.float64, device=device)
         for number, layer in self._model.moe_layers().items():
             stats = layer.stats
             bias_E = layer.router.expert_bias

@@ -76,8 +76,7 @@ class Trainer:
         else:
             self.data_loader, own = open_data(cfg, groups, model, self.position, data)
         self.checkpointing = Checkpointing(cfg, groups, history)
-        measures_kernels = model.autotuner.is_enabled
-        own += recipe_callbacks(cfg, groups, self.checkpointing, callbacks, measures_kernels=measures_kernels)
+        own += recipe_callbacks(cfg, groups, self.checkpointing, callbacks, measures_kernels=model.autotuner.is_enabled)
         self.callbacks = tuple(sorted((*own, *callbacks), key=_stage_of))
         """Callbacks of the recipe and of the program, stage by stage."""
         self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))

@@ -49,7 +49,6 @@ def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[Problem
 
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
-    """Return the obstacles to every graph."""
     yield str(Setting("parallel.tp", p.tp)), p.tp > 1, "its collectives would be captured"
     yield f"parallel.cp={p.cp}", p.cp > 1, "its collectives would be captured"
     yield "parallel.overlap_experts=true", p.overlap_experts, "a graph cannot be captured inside a backward pass"
@@ -66,7 +65,6 @@ def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Ite
 
 
 def _data_obstacles(data: DataConfig, metrics: MetricsConfig) -> Iterator[Obstacle]:
-    """Return the obstacles of data and metrics to every graph."""
     yield "documents", data.may_have_documents, "their attention masks change with each micro-batch"
     every = metrics.memory_every
     yield f"metrics.memory_every={every}", every > 0, "memory of a graph is allocated once and belongs to no step"

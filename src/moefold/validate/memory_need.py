@@ -326,8 +326,7 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) 
 def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
     """Describe the states of the whole model, which no setting reduces, and the hardware they need."""
     total = count_parameters(cfg.model).total
-    single_rank = replace(cfg, parallel=type(cfg.parallel)())
-    memory = RankStateMemory(single_rank)
+    memory = RankStateMemory(replace(cfg, parallel=type(cfg.parallel)()))
     state_bytes = memory.max_by_pp_rank[0]
     states = state_bytes.weights + state_bytes.gradients + state_bytes.optimizer - memory.offloaded_moments[0].offloaded
     if states < host.available.size:

@@ -386,8 +386,7 @@ class Oracle:
     def _hidden_norm(self, name: str, x: Tensor) -> Tensor:
         """Return a norm of the residual stream."""
         bias = self._weights.get(f"{name}.bias")
-        normalized: Tensor = self._residual_norm(x, self._weights[f"{name}.weight"], bias)
-        return normalized
+        return self._residual_norm(x, self._weights[f"{name}.weight"], bias)
 
     def _qk_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return an RMSNorm of queries or keys over their last dim."""

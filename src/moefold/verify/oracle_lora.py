@@ -49,12 +49,7 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """Weights of one module by their names in it; each access reads the weight of the model.
-
-    Args:
-        weights: weights of the model.
-        module: name of the module.
-    """
+    """Weights of one module by their names in it; each access reads the weight of the model."""
 
     def __init__(self, weights: Mapping[str, Tensor], module: str) -> None:
         self._weights = weights

@@ -28,8 +28,7 @@ def objective_of(loss: LossFunction) -> OracleLoss:
         NoFormulaError: the oracle has no formula for this class of loss functions.
     """
     if isinstance(loss, Part):
-        formula: OracleLoss = formula_of(loss)
-        return formula
+        return formula_of(loss)
     # A subclass may compute something else.
     if type(loss) is PreferenceLoss:
         return preference_objective(loss)

@@ -134,9 +134,8 @@ class GenerationEngine:
                 page_positions=self._page_positions,
                 share_prompts=self._settings.share_prompts,
             )
-            scheduler = PassScheduler(limits)
             yield GenerationSession(
-                chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
+                chain, decoder, PassScheduler(limits), self._sampling, constrain, records_routing=self._records_routing
             )
         if isinstance(self._model, InferenceModel) and (message := self._model.record_kernel_times()):
             logger.info("%s", message)
@@ -312,8 +311,7 @@ class GenerationSession:
         """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""
         stage = self._chain.last_stage
         assert stage is not None
-        vocab_range = stage.head.vocab_parallel.vocab_range
-        return token_log_probs(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops)
+        return token_log_probs(logits_NV, tokens_N, stage.head.vocab_parallel.vocab_range, stage.head.cross_entropy_ops)
 
     def _changed_logits(self, whole_NV: Tensor, request_ids: Sequence[int]) -> Tensor:
         """Return the logits for the draws: the logits of samples with rules are changed."""
@@ -341,8 +339,7 @@ class GenerationSession:
         if logits_NV is not None:
             assert stage is not None
             draws = [self._open[request_id].next_draw() for request_id in request_ids]
-            vocab_parallel = stage.head.vocab_parallel
-            whole_NV = vocab_parallel.gather(logits_NV)
+            whole_NV = stage.head.vocab_parallel.gather(logits_NV)
             tokens_N = torch.zeros(len(request_ids), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
                 tokens_N = choose_tokens(self._changed_logits(whole_NV, request_ids), draws, stage.kernels.draw)

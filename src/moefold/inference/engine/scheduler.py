@@ -163,8 +163,7 @@ class PassScheduler:
         positions = np.arange(sample.num_cached)
         page_positions = self._limits.page_positions
         pages = sample.table.pages[positions // page_positions].astype(np.int64)
-        slots: NDArray[np.int64] = pages * page_positions + positions % page_positions
-        return slots
+        return pages * page_positions + positions % page_positions
 
     def append(self, request_id: int, token: int) -> None:
         """Add a drawn token to its sample."""

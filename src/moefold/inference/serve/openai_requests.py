@@ -45,8 +45,7 @@ class ToolUse:
     def parameters_of(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a tool's arguments."""
         function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
-        parameters: Mapping[str, Any] = function.get("parameters") or {"type": "object"}
-        return parameters
+        return function.get("parameters") or {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,8 +66,7 @@ def adapted_experts(
     widths |= {*weights.gate_EHF.shape[1:], *weights.down_EFH.shape[1:]}
     ops = GroupedMMExpertOps() if supports_grouped_mm(x_RH, len(x_RH), *widths) else _GemmExpertOps(gemm)
     products = _Products(ops, row_offsets(options.tokens_per_expert, x_RH.device), adapters.scale)
-    y: Tensor = _AdaptedExperts.apply(x_RH, probs_R, weights, options, products, *pairs)
-    return y
+    return _AdaptedExperts.apply(x_RH, probs_R, weights, options, products, *pairs)
 
 
 @dataclass(frozen=True)

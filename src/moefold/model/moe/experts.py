@@ -176,8 +176,7 @@ def fused_experts(
     tensors = [getattr(weights, entry.name) for entry in fields(weights)]
     wgrad_sink, tensors = weight_grad_sink(wgrad_store, x, tensors)
     call = _Call(ops, replace(options, delays_wgrad=wgrad_sink.is_delayed), wgrad_sink)
-    y: Tensor = _FusedExperts.apply(x, probs_R, call, *tensors)
-    return y
+    return _FusedExperts.apply(x, probs_R, call, *tensors)
 
 
 class _FusedExperts(torch.autograd.Function):

@@ -300,9 +300,8 @@ class Router(nn.Module):
         """Choose the experts with the largest values, within the best groups if the recipe has groups."""
         part = self._part
         if part.router.num_groups > 1:
-            sums_top2 = self._router_part.sums_top2
             values_TE = mask_to_top_groups(
-                values_TE, part.router.num_groups, part.router.top_groups, sums_top2=sums_top2
+                values_TE, part.router.num_groups, part.router.top_groups, sums_top2=self._router_part.sums_top2
             )
         return topk_experts(values_TE, part.top_k)
 

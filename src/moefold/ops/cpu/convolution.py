@@ -54,8 +54,7 @@ class CConvolution:
         self, x_SBC: Tensor, weight_CK: Tensor, previous_KBC: Tensor, num_previous_SB: Tensor, *, has_silu: bool
     ) -> Tensor:
         """See `ConvolutionKernel`."""
-        out: Tensor = _Convolution.apply(self, has_silu, x_SBC, weight_CK, previous_KBC, num_previous_SB)
-        return out
+        return _Convolution.apply(self, has_silu, x_SBC, weight_CK, previous_KBC, num_previous_SB)
 
     def forward(self, inputs: tuple[Tensor, ...], *, has_silu: bool) -> Tensor:
         """Return the output; inputs are x, weight, previous and num_previous, contiguous."""

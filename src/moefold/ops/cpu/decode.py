@@ -139,7 +139,6 @@ class CDecodePass:
         Args:
             layers: at least one layer; all have the same number of experts for each row.
             x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
-            rows: rows of the pass.
 
         Returns:
             The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
@@ -230,7 +229,6 @@ class CDecodeLayer:
 
     Args:
         shared: memory shared by all layers of the decoder.
-        weights: weights of the layer.
         key_pages: [P, G, D, PAGE_POSITIONS].
         value_pages: [P, G, PAGE_POSITIONS, D].
     """
@@ -256,7 +254,6 @@ class CDecodeLayer:
 
         Args:
             x_RH: rows of the residual stream, [R, H], R at least 1.
-            rows: rows of the pass.
 
         Returns:
             The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits

@@ -173,8 +173,7 @@ class CGemm(Gemm):
             array = self._scratch_buffers.array = np.empty(num_words + CACHE_LINE_WORDS, np.int32)
             self._scratch_buffers.words = num_words
             self._scratch_buffers.address = array.ctypes.data + -array.ctypes.data % (CACHE_LINE_WORDS * array.itemsize)
-        address: int = self._scratch_buffers.address
-        return address
+        return self._scratch_buffers.address
 
     def _self_test(self) -> None:
         """Compare with float64.

@@ -292,8 +292,7 @@ class CChunks:
         if state is None:
             state = self.solved.new_zeros(*self.solved.shape[1:3], self.sizes.key_size, self.sizes.value_size)
         tensors = (self.read_keys, self.scores, self.write_keys, self.solved, self.decay)
-        result: tuple[Tensor, Tensor] = _ScanChunks.apply(self.kernel, self.sizes, *tensors, state)
-        return result
+        return _ScanChunks.apply(self.kernel, self.sizes, *tensors, state)
 
 
 class _PrepareChunks(torch.autograd.Function):

@@ -38,8 +38,7 @@ class CRope:
         """See `Rope.__call__`."""
         if is_interleaved or not _supports(x, cos, sin):
             return Rope(cos, sin, is_interleaved)(x)
-        y: Tensor = _CRopeFunction.apply(x, cos, sin, self)
-        return y
+        return _CRopeFunction.apply(x, cos, sin, self)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
         """Rotate forward (direction 1) or backward (-1), without autograd."""

@@ -24,8 +24,7 @@ class CSoftmax:
         """Compute the softmax over the last dim."""
         if not x.is_cpu or x.dtype != torch.float32:
             return x.softmax(-1)
-        y: Tensor = _Softmax.apply(x, self)
-        return y
+        return _Softmax.apply(x, self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the softmax without autograd."""

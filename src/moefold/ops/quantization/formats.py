@@ -147,7 +147,6 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     Args:
         packed: result of `pack`, or rows of zero bytes, which become zeros.
         width: H.
-        dtype: dtype of the result.
 
     Returns:
         [R, H].

@@ -47,8 +47,7 @@ class ScaledOperand:
 def torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
     """Call `torch.nn.functional.scaled_mm`."""
     # Looked up when it is called: older torch versions lack it and use the emulation.
-    y_MN: Tensor = F.scaled_mm(*arguments, **options)
-    return y_MN
+    return F.scaled_mm(*arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ def scaled_mm_unsupported_reason(
     Args:
         linear: the GEMMs.
         quant_format: format that they quantise to.
-        device: device of the GEMMs.
         dtype: the dtype of the run, as a device may support one result dtype and not another.
         sizes: rows M, depth K and width N; N is at most M and K.
     """

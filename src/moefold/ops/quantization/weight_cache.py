@@ -69,5 +69,4 @@ class WeightCache:
         key = identity, weight.dtype, weight.storage_offset(), weight.shape, weight.stride()
         if key not in self._results:
             self._results[key] = function(weight)
-        result: T = self._results[key]
-        return result
+        return self._results[key]

@@ -232,7 +232,6 @@ def grouped_gemm(
         target_R: row of the result that each row is written to, a permutation, int [R]; None: the same row.
         second: another x and w of the same strides, whose product is added.
         tile_config: tile sizes; None: the first of `tile_configs`.
-        out: output tensor.
 
     Returns:
         [R, N] in the dtype of x.
@@ -274,7 +273,6 @@ def grouped_gemm_weight_grad(
         grad: rows with unit stride, [R, N].
         offsets_E: end offset of each expert's rows, int32 [E] on the device.
         tile_config: tile sizes; None: the first of `tile_configs`.
-        out: output tensor.
     """
     depth = x.shape[1]
     width = grad.shape[1]
@@ -308,7 +306,6 @@ def combine_rows(
         kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of other tokens are not read.
         probs_TK: weight of each routed token; None: 1.
         second_RH: added to the rows, of the same strides; None: 0.
-        out: output tensor.
     """
     assert second_RH is None or second_RH.stride() == rows_RH.stride(), "both need the same strides"
     num_tokens, top_k = row_TK.shape

@@ -65,8 +65,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> 
         sin: same shape.
         is_interleaved: pairs are neighbouring dims; the output has all first elements before all second elements.
     """
-    y: Tensor = _TritonRopeFunction.apply(x, cos, sin, is_interleaved)
-    return y
+    return _TritonRopeFunction.apply(x, cos, sin, is_interleaved)
 
 
 class _TritonRopeFunction(torch.autograd.Function):

@@ -19,8 +19,6 @@ def bubble_s(
         forward_s: one micro-batch forward through all chunks of one rank; like the other times a number or an array.
         backward_s: the same backward, weight gradients included.
         wgrad_s: the weight-gradient part of `backward_s`.
-        pp: pipeline ranks.
-        vpp: chunks on each rank.
         num_micro_batches: micro-batches of a step. With fewer than pp, no schedule keeps all ranks busy.
         schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
     """

@@ -347,7 +347,6 @@ class _MixerCost(_BlockCost):
         return BlockTime(forward, backward, weights_s, self.kernel_counts("mixer"), recompute=tuple(recompute))
 
     def _projections_s(self) -> LinearTimes:
-        """Return the seconds of the projections."""
         gemm = self.gemm
         mixer = self.mixer
         width = mixer.sharded_width // self.tp

@@ -224,7 +224,7 @@ class CostModel:
         Args:
             mapping: the mapping; its pipeline, recomputation and offload do not count.
             pipelines: pipelines that are legal with it.
-            strategies: the strategies; None: nothing is recomputed or offloaded, which is a lower bound.
+            strategies: None recomputes and offloads nothing, which is a lower bound.
         """
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         kinds = range(len(self.kind_counts))

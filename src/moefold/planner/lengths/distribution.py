@@ -92,8 +92,7 @@ class ListedLengths:
 
     def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
         """Return the lengths below which the given fractions in [0, 1) of the documents lie."""
-        found: Lengths = self._sorted[(fractions * len(self._sorted)).astype(np.int64)]
-        return found
+        return self._sorted[(fractions * len(self._sorted)).astype(np.int64)]
 
 
 LengthDistribution = LengthHistogram | ListedLengths

@@ -117,8 +117,7 @@ class ActivationMemoryTable:
         """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
         # Offloaded tensors are saved tensors, which do not depend on overlap.
         _, offloaded = self._per_sample_tables(replace(mapping, overlap=False), strategies)
-        found: ByteTable = offloaded * self._samples(mapping)
-        return found
+        return offloaded * self._samples(mapping)
 
     def _samples(self, mapping: ParallelMapping) -> float:
         """Return the bytes of a mapping over bytes of the tables, of `_table_mbs` samples over `_table_cp` ranks."""

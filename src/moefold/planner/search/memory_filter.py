@@ -131,8 +131,7 @@ class MemoryFilter:
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        found: NDArray[np.bool_] = self._least_bytes(choice, self.space.strategies) <= self.usable_bytes
-        return found
+        return self._least_bytes(choice, self.space.strategies) <= self.usable_bytes
 
     def _least_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteCounts:
         """Return the most bytes of mappings at three snapshots of the step, [pipelines, placements, strategies]."""
@@ -156,11 +155,7 @@ class MemoryFilter:
     def _walk(
         self, strategies: MemoryStrategies, room: float = inf, pick: PipelineChoice = small_pipelines
     ) -> Iterator[SizedMapping]:
-        """Yield mappings that may need less memory than `usable_bytes`, or, without it, less than all mappings before.
-
-        Args:
-            room: bytes above which no mapping counts.
-        """
+        """Yield mappings that may need fewer bytes than `room`, or, without it, fewer than all mappings before."""
         limit = room
         queue: list[tuple[float, int, AttentionView, Fold]] = []
         for view in self.space.views:

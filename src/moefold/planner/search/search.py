@@ -236,8 +236,7 @@ class Search:
         for results in own:
             stages = results.target.zero_stages
             limits[stages] = max(limits.get(stages, -inf), results.limit_s)
-        sizes = node.view.pipelines_by_mbs[node.mbs_index]
-        found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
+        found = self._fastest_that_fit(node.fold, *node.view.pipelines_by_mbs[node.mbs_index], limits, is_beam=is_beam)
         for results in own:
             timed = found.get(results.target.zero_stages)
             if timed is not None:
@@ -317,7 +316,8 @@ class Search:
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
         plain = self._plain_pipelines(fold, pipelines)
-        choice = MicroBatchChoice(fold, size, self._fastest_dispatcher(fold, size), False, plain)
+        fastest = self._layer_bounds[self._layers_key(fold, size)][1] or self._dispatchers(fold, size)[0]
+        choice = MicroBatchChoice(fold, size, fastest, False, plain)
         # Overlap only hides communication.
         passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
@@ -338,10 +338,6 @@ class Search:
         """Return the seconds of `_add_layer_bounds`; without a legal dispatcher they are inf."""
         return self._layer_bounds[self._layers_key(fold, mbs)][0]
 
-    def _fastest_dispatcher(self, fold: Fold, mbs: int) -> DispatcherPart:
-        """Return the dispatcher with the fastest layers."""
-        return self._layer_bounds[self._layers_key(fold, mbs)][1] or self._dispatchers(fold, mbs)[0]
-
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
@@ -359,8 +355,7 @@ class Search:
         # Recomputation takes the same time with all dispatchers, or less with the fastest.
         seconds = self.cost_model.model_s(probe, self.space.strategies)
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
-        n = probe.num_micro_batches(self._global_batch_size)
-        return n / probe.pp * float(extra)
+        return probe.num_micro_batches(self._global_batch_size) / probe.pp * float(extra)
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
@@ -380,8 +375,7 @@ class Search:
                 continue
             # Most dispatchers save the same tensors, so the fastest of them is enough.
             has_own = has_own_memory(choice.dispatcher)
-            may_need_less = self.memory_model.activation_memory.may_need_less
-            if seconds < fastest or has_own and may_need_less(choice.mapping()):
+            if seconds < fastest or has_own and self.memory_model.activation_memory.may_need_less(choice.mapping()):
                 yield choice._replace(pipelines=legal)
                 fastest = fastest if has_own else seconds
 

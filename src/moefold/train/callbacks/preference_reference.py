@@ -85,8 +85,7 @@ class ReferencePass(StageCallback):
                 rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
                 totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
         totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
-        means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
-        return means
+        return (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
 
     def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Read the file on rank 0, and send its array to all ranks. Collective.

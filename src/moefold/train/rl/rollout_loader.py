@@ -132,8 +132,7 @@ class RolloutLoader:
         self.validation_sampler = PromptCatalog(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
-        dp_rank = self._groups.attn.dp.rank
-        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, dp_rank)
+        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, self._groups.attn.dp.rank)
         self._steps = RoundSteps(
             cfg.train,
             cfg.rl,

@@ -442,8 +442,7 @@ def describe_wait(answer: Message, address: str) -> str:
 def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]:
     """Return the sums of numbers over the ranks of the site. Collective."""
     local = torch.tensor(numbers, dtype=torch.float64, device=context.groups.device)
-    sums: list[float] = all_reduce_sum(local, context.groups.world).tolist()
-    return sums
+    return all_reduce_sum(local, context.groups.world).tolist()
 
 
 class SiteEvaluation(StageCallback):

@@ -141,8 +141,7 @@ class SiteMeeting:
                 answer = self._connection.ask(message | {"site": self.number})
             except MeetError as error:
                 answer = {"unreachable": str(error)}
-        reply: Message = current_world().all_gather_object(answer)[0]
-        return reply
+        return current_world().all_gather_object(answer)[0]
 
     def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> Arrival:
         """Register until all sites are here. Collective.
@@ -262,8 +261,7 @@ class SiteMeeting:
         except MeetError as error:
             raise RunError(f"sites.meet={self._sites.meet!r}: {error}") from None
         store = MeetStore(self._links_connection, self._sites.timeout_s)
-        host = self._links_connection.local_host
-        self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
+        self.links = SiteLinks(store, self._links_connection.local_host, self.number, self._rank, self._sites.timeout_s)
         return self.links
 
     def raise_if_refused(self, answer: Message) -> None:

@@ -43,7 +43,7 @@ def make_outer_optimizer(
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
         for name, parameter in parameters.items()
     }
-    made: OuterOptimizer = (sites.part.outer() or OuterOptimizer)(
+    return (sites.part.outer() or OuterOptimizer)(
         parameters,
         averaged,
         sites,
@@ -52,7 +52,6 @@ def make_outer_optimizer(
         replicas=replicas,
         experts=expert_names(sizes, lora),
     )
-    return made
 
 
 class OuterState:

@@ -216,8 +216,7 @@ class GqaPart(SoftmaxAttentionPart):
         saved["attention"] += sizes.gathered_bytes(query + key_value)
         if self.qk_norm:
             width = query + key_value // 2
-            over_heads = self.qk_norm.over_all_heads
-            saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=over_heads)
+            saved["norms"] += sizes.norm(sizes.gathered_tokens, width, full_width=self.qk_norm.over_all_heads)
             saved["norms"] += sizes.gathered_bytes(width)
         saved["attention"] += gate_bytes(self, sizes)
         saved += sizes.core_attention(self.num_heads // tp, self.head_dim)

@@ -32,8 +32,7 @@ class UlyssesAttention:
     ) -> Tensor:
         """Attend; see the module for the shapes. Two all-to-alls over cp."""
         cp = self._cp
-        kv_heads = k.shape[2]
-        repeats = cp.size // gcd(kv_heads, cp.size)
+        repeats = cp.size // gcd(k.shape[2], cp.size)
         if repeats > 1:
             k = k.repeat_interleave(repeats, 2)
             v = v.repeat_interleave(repeats, 2)

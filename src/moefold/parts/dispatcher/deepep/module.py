@@ -153,8 +153,7 @@ def open_buffer(ep: Group, hidden_size: int) -> Buffer:
     hidden_bytes = hidden_size * TOKEN_BYTES
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ep.size) for config in configs)
     num_rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, ep.size) for config in configs)
-    buffer: Buffer = buffer_class(ep.handle, num_nvl_bytes, num_rdma_bytes)
-    return buffer
+    return buffer_class(ep.handle, num_nvl_bytes, num_rdma_bytes)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -76,5 +76,4 @@ class DeepEPDispatcherPart(DispatcherPart):
         """Open the buffers of DeepEP, and return the dispatcher. Collective over ep."""
         from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 
-        buffer = open_buffer(groups.ep, sizes.width)
-        return DeepEPDispatcher(buffer, sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)
+        return DeepEPDispatcher(open_buffer(groups.ep, sizes.width), sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)

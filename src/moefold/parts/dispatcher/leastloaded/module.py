@@ -129,8 +129,7 @@ def order_by_rank(sent_PE: Counts) -> Counts:
     ranks, experts = ranks[chunk_order], experts[chunk_order]
     counts = sent_PE[ranks, experts]
     starts = starts_PE[ranks, experts]
-    order: Counts = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
-    return order
+    return np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
 
 
 def owner_ranks(num_ranks: int, num_experts: int) -> Counts:

@@ -76,8 +76,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
 
     def dispatch_communicate(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Send each token to the rank of its expert: [N, H] -> [capacity, H], sorted by expert."""
-        received: Tensor = _RowDispatch.apply(rows, metadata, self._exchange)
-        return received
+        return _RowDispatch.apply(rows, metadata, self._exchange)
 
     def dispatch_postprocess(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Cut off the undefined rows, unless the counts are only on the device."""
@@ -90,8 +89,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
 
     def combine_communicate(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Send the outputs back to the ranks of their tokens: [R, H] -> [N, H]."""
-        returned: Tensor = _RowCombine.apply(rows, metadata, self._exchange)
-        return returned
+        return _RowCombine.apply(rows, metadata, self._exchange)
 
     def combine_postprocess(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
         """Compute the weighted sum of each token's expert outputs."""

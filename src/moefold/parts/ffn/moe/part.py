@@ -122,8 +122,9 @@ class MoePart(RoutedPart):
             # Outputs in expert order and in sender order; before that, the partial sums of all etp ranks are added.
             outputs = experts.expert_tokens * experts.token_bytes
             reduce_bytes = outputs if p.etp > 1 else 0
-            combine_bytes = BytesByPart({"dispatch buffers": 2 * outputs + max(combine_bytes.total(), reduce_bytes)})
-            combine_bytes = max(combine_bytes, experts.allgather_combine_buffer(), key=BytesByPart.total)
+            buffers = 2 * outputs + max(combine_bytes.total(), reduce_bytes)
+            # An all-gather dispatcher has sums for tokens of other ranks instead.
+            combine_bytes = BytesByPart({"dispatch buffers": max(buffers, experts.exchange_bytes.sums)})
         return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
     def saved_if_recomputed(self, sizes: "LayerSizes") -> BytesByPart:

@@ -41,7 +41,6 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
 
     Args:
         matrix: 2D.
-        num_steps: number of Newton-Schulz iterations.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -61,7 +60,6 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     Args:
         matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
-        fallback: optimizer of all other parameters.
         part: momentum, steps and weight decay.
         split: returns the logical matrices of a full matrix, as views.
         run: the stage (constructor and step are collective over it), learning rate and store of the momenta.
