@@ -317,7 +317,7 @@ def test_pairs_of_auto_keep_to_the_budget(pool):
     choice = choose_recompute(cfg, budget, CPU_KERNELS)
     assert choice.parts
     chosen = replace(cfg, train=replace(train, recompute=choice.parts))
-    assert_memory_close(chosen, measure_ranks(pool, cfg, formula_cfg=chosen))
+    assert_memory_close(chosen, measure_ranks(pool, cfg))
 
 
 @pytest.mark.parity
@@ -533,7 +533,7 @@ def test_each_micro_batch_of_a_warm_up_in_a_pipeline_is_counted(pool):
     for count in (4, 8):
         train = {"indexer_stage": "warmup", "global_batch_size": 2 * count}
         cfg = memory_config(model=model, train=train, world_size=2, pp=2, schedule="gpipe")
-        ranks = pool.run(2, measured, cfg)
+        ranks = measure_ranks(pool, cfg)
         assert_memory_close(cfg, ranks)
         found.append(([rank.activations for rank in ranks], [rank.activations.total for rank in formulas_of(cfg)]))
     (measured_4, formula_4), (measured_8, formula_8) = found
