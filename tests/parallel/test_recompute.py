@@ -130,7 +130,7 @@ def test_ranks_of_unequal_devices_make_the_same_again(pool):
     assert pool.run(2, _settled_parts, cfg, [less, enough]) == [scarce.parts] * 2
 
 
-def test_a_graph_with_outputs_made_again_is_freed_without_a_collection_of_garbage():
+def test_a_graph_with_outputs_made_again_is_freed_at_once():
     gc.disable()
     try:
         x = torch.ones(3, requires_grad=True)
