@@ -1,5 +1,7 @@
 """The tensors that a forward pass keeps fall as the formula of each part says, within a tenth."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -126,3 +128,18 @@ def test_ranks_of_unequal_devices_make_the_same_again(pool):
     assert pool.run(2, _settled_parts, cfg, [enough, enough]) == [plenty.parts] * 2
     assert pool.run(2, _settled_parts, cfg, [enough, less]) == [scarce.parts] * 2
     assert pool.run(2, _settled_parts, cfg, [less, enough]) == [scarce.parts] * 2
+
+
+def test_a_graph_with_outputs_made_again_is_freed_at_once():
+    gc.disable()
+    try:
+        x = torch.ones(3, requires_grad=True)
+        with checkpoint_without_output(lambda y: (y.exp(),), x) as (result,):
+            root = result.sin().sum()
+        root.backward()
+        storage = weakref.ref(x.untyped_storage())
+        assert storage() is not None
+        del x, result, root
+        assert storage() is None
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@ next operation, so a cheap function with a large output, such as a norm, would g
 (Megatron's term) drops that output: the backward pass recomputes it when the next operation first needs it.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ class _RecomputeContext:
 
     def __init__(self, function: TensorFunction) -> None:
         self._function = function
-        self.ctx: Any = None
+        # Weak: a cycle would keep the graph, and with it a received message, until Python looks for garbage.
+        self.ctx: Callable[[], Any] = lambda: None
         self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
 
     def make_pack_hook(self, results: tuple[Tensor, ...]) -> Callable[[Tensor], Any]:
@@ -182,7 +184,7 @@ class _RecomputeContext:
     def recompute(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return (inputs, outputs) connected by a graph; computed on the first call."""
         if self._recomputed is None:
-            self._recomputed = self.run_with_graph(self.ctx.saved_tensors)
+            self._recomputed = self.run_with_graph(self.ctx().saved_tensors)
         return self._recomputed
 
     def run_with_graph(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -219,7 +221,7 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
     def forward(ctx: Any, recompute_context: _RecomputeContext, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.recompute_context = recompute_context
-        recompute_context.ctx = ctx
+        recompute_context.ctx = weakref.ref(ctx)
         # This graph is discarded immediately: bypass the enclosing hooks.
         with saved_tensors_hooks(Tensor.detach, _unpack_output):
             return tuple(result.detach() for result in recompute_context.run_with_graph(tensors)[1])
