@@ -137,8 +137,10 @@ def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> st
 def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     """Return the seconds of a step of the fastest mapping with some axes; None: it is not legal, or does not fit."""
     words = list(recipe.command)
-    index = words.index("--recipe")
-    del words[index : index + 2]
+    # A family that the command takes may not have the changed axis.
+    for option in {"--recipe", "--take"}.intersection(words):
+        index = words.index(option)
+        del words[index : index + 2]
     words += [] if "--fix" in words else ["--fix"]
     index = words.index("--fix") + 1
     own = list(takewhile(lambda word: not word.startswith("--"), words[index:]))
