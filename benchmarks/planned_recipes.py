@@ -137,8 +137,10 @@ def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> st
 def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     """Return the seconds of a step of the fastest mapping with some axes; None: it is not legal, or does not fit."""
     words = list(recipe.command)
-    index = words.index("--recipe")
-    del words[index : index + 2]
+    # A family that the command takes may not have the changed axis.
+    for option in {"--recipe", "--take"}.intersection(words):
+        index = words.index(option)
+        del words[index : index + 2]
     words += [] if "--fix" in words else ["--fix"]
     index = words.index("--fix") + 1
     own = list(takewhile(lambda word: not word.startswith("--"), words[index:]))
@@ -150,11 +152,6 @@ def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
         if run_moefold([*words, "--top", "1", "--json"]):
             return None
     return float(json.loads(output.getvalue())["mappings"][0]["step_time_s"])
-
-
-def without_reasons(text: str) -> str:
-    """Return a planned recipe without the line with its reasons."""
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(REASONS))
 
 
 def table() -> str:
@@ -175,15 +172,14 @@ def main(words: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for recipe in planned_recipes():
         if not words or any(word in str(recipe.path) for word in words):
-            text = plan_again(recipe)
-            before = (ROOT / recipe.path).read_text(encoding="utf-8")
-            is_same = text == without_reasons(before)
-            if not is_same or REASONS not in before:
-                (ROOT / recipe.path).write_text(text, encoding="utf-8")
-                line = reasons(read_head(recipe.path))
-                first, second, third, tail = text.split("\n", 3)
-                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + tail)), encoding="utf-8")
-            print(f"{'unchanged' if is_same else 'changed'}: {recipe.path}", flush=True)
+            path = ROOT / recipe.path
+            before = path.read_text(encoding="utf-8")
+            plan = plan_again(recipe)
+            path.write_text(plan, encoding="utf-8")
+            first, second, third, tail = plan.split("\n", 3)
+            text = "\n".join((first, second, third, reasons(read_head(recipe.path)) + tail))
+            path.write_text(text, encoding="utf-8")
+            print(f"{'unchanged' if text == before else 'changed'}: {recipe.path}", flush=True)
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -16,7 +16,6 @@ from benchmarks.planned_recipes import (
     planned_recipes,
     read_head,
     reasons,
-    without_reasons,
 )
 from moefold.cli.main import main
 from moefold.config.schema import Config
@@ -113,7 +112,8 @@ def test_the_head_has_a_reason_for_each_axis(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", PLANNED, ids=by_path)
 def test_planning_again_gives_the_same_recipe(recipe):
-    assert plan_again(recipe) == without_reasons((ROOT / recipe.path).read_text())
+    lines = (ROOT / recipe.path).read_text().splitlines(keepends=True)
+    assert plan_again(recipe) == "".join(line for line in lines if not line.startswith(REASONS))
 
 
 @pytest.mark.slow
