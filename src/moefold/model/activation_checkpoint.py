@@ -177,7 +177,8 @@ class _RecomputeContext:
             i = output_indices.get((tensor.untyped_storage().data_ptr(), tensor.dtype)) if tensor.numel() else None
             if i is not None:
                 return self, i, tensor.size(), tensor.stride(), tensor.storage_offset()
-            return tensor if outer is None else _OuterPacked(outer[0](tensor), outer[1])
+            # Detached: an operation that saves its own result, and has no backward pass, would keep itself in memory.
+            return tensor.detach() if outer is None else _OuterPacked(outer[0](tensor), outer[1])
 
         return pack
 
