@@ -96,12 +96,10 @@ port.
 """
 PACKAGES_TEXT = (
     "**Packages.** moefold itself need not be installed: the stages take it from `src`. Every stage needs {libraries}, "
-    "at least torch 2.11, and Triton 3.6 for the kernels (a CUDA wheel of torch brings it along); the stages of tests "
-    "also need {tests}. A stage whose packages are missing is left out, and the next call looks again. Into an "
-    "environment whose torch must not change: `pip install -e . --no-deps`, then `pip install` of what is missing; "
-    "`pydantic` is what an image made for torch usually lacks, and it needs `pydantic-core`, `annotated-types`, "
-    "`typing-inspection` and `typing-extensions`. `transformers` and `torchtitan` take part in the comparisons where "
-    "they are installed."
+    "at least torch 2.11, and Triton 3.6 for the kernels. The stages of tests also need {tests}. A stage whose packages "
+    "are missing is left out, and the next call looks again. `transformers` and `torchtitan` take part in the "
+    "comparisons where they are installed. Into an environment whose torch must not change: `pip install -e . "
+    "--no-deps`, then `pip install` of what is missing, most often `pydantic`."
 )
 NOT_RUN = "**Nothing of moefold has run on a GPU yet.** All numbers of this page are predictions."
 REHEARSED = "A rehearsal on {device} with {sizes} sizes: no number of this page is a measurement of a GPU."
