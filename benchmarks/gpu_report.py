@@ -96,8 +96,8 @@ port.
 """
 PACKAGES_TEXT = (
     "**Packages.** moefold itself need not be installed: the stages take it from `src`. Every stage needs {libraries}, "
-    "at least torch 2.11, and Triton 3.6 for the kernels. The stages of tests also need {tests}. A stage whose packages "
-    "are missing is left out, and the next call looks again. `transformers` and `torchtitan` take part in the "
+    "at least torch 2.11, and Triton 3.6 for the kernels. The stages of tests also need {tests}. A stage whose "
+    "packages are missing is left out, and the next call looks again. `transformers` and `torchtitan` take part in the "
     "comparisons where they are installed. Into an environment whose torch must not change: `pip install -e . "
     "--no-deps`, then `pip install` of what is missing, most often `pydantic`."
 )
