@@ -220,7 +220,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
     x = torch.randn(4, 2, model.hidden_size, dtype=torch.float64, requires_grad=True)
     layer.attention.core_attention = lambda q, k, v, *_: q + 0 * (k.sum() + v.sum())
     with FlopCounterMode(display=False) as counted:
-        layer(x, LayerInputs(NO_ROPE)).sum().backward()
+        layer(x, LayerInputs(NO_ROPE)).y.sum().backward()
     count = train_flops_per_token(model, 4)
     # The head is not part of the layer: a product in each pass.
     recipe = replace(cfg, train=TrainConfig(seq_len=4))
