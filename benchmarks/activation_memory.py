@@ -74,7 +74,7 @@ def experts() -> None:
     for name, is_inside in (("expert outputs", False), ("inside experts", True)):
         settings = module_settings(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)))
         layers[name] = _init_weights(MODEL.decoder_layers[0].ffn.build(settings.ffn, 0))
-    runs = {name: (lambda layer=layer: layer(x).sum()) for name, layer in layers.items()}
+    runs = {name: (lambda layer=layer: layer(x).y.sum()) for name, layer in layers.items()}
     _compare(runs)
 
 
