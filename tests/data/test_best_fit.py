@@ -11,24 +11,11 @@ from moefold.data import best_fit
 from moefold.data.best_fit import BestFitSamples, DocumentBoundaries, document_windows, open_best_fit, pack_documents
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import stack_samples
-from moefold.data.sampler import TokenStream
 from moefold.errors import ConfigError
+from tests.data.memory_stream import MemoryStream
 
 S = 15
 END = 0
-
-
-class _Stream(TokenStream):
-    """Tokens in memory."""
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.ids[start:stop]
 
 
 def _documents(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]:
@@ -44,7 +31,7 @@ def _documents(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]
 
 
 def _open(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
-    stream = _Stream(np.concatenate(documents))
+    stream = MemoryStream(np.concatenate(documents))
     file = folder / "ids.npy"
     np.save(file, stream.ids)
     return open_best_fit(stream, DocumentBoundaries(stream, END), [file], seq_len=S, pad_id=END)
@@ -88,7 +75,7 @@ def test_long_documents_share_one_token_between_parts():
 
 def test_windows_cover_the_stream_and_are_bounded(monkeypatch: pytest.MonkeyPatch):
     documents = _documents(500, seed=4)
-    stream = _Stream(np.concatenate(documents))
+    stream = MemoryStream(np.concatenate(documents))
     boundaries = DocumentBoundaries(stream, END)
     starts = np.cumsum([0, *map(len, documents)])
     for chunk in (7, 64, 10**6):
@@ -118,7 +105,7 @@ def test_a_packing_in_windows_is_stored_once(tmp_path: Path, monkeypatch: pytest
 
 
 def _open_from_cache(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
-    stream = _Stream(np.concatenate(documents))
+    stream = MemoryStream(np.concatenate(documents))
     boundaries = DocumentBoundaries(stream, END)
     return open_best_fit(stream, boundaries, [folder / "ids.npy"], seq_len=S, pad_id=END)
 

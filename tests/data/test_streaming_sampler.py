@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.data.sampler import PackedSamples, TokenStream
+from moefold.data.sampler import PackedSamples
 from moefold.data.streaming_sampler import StreamingSampler
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
+from tests.data.memory_stream import MemoryStream
 
 S = 16
 
@@ -25,17 +26,6 @@ class Texts:
         for number in range(state or 0, len(self.texts)):
             self.num_read += 1
             yield self.texts[number], number
-
-
-class Joined(TokenStream):
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.ids[start:stop]
 
 
 def texts(count: int = 3000) -> Texts:
@@ -54,7 +44,7 @@ def test_in_order_it_is_the_text_packed_epoch_after_epoch():
     source = texts(200)
     stream = row(source, order_key=None)
     text = "".join(document + "\0" for document in source.texts) * 6
-    packed = PackedSamples(Joined(np.frombuffer(text.encode(), dtype=np.uint8)), S)
+    packed = PackedSamples(MemoryStream(np.frombuffer(text.encode(), dtype=np.uint8)), S)
     numbers = range(stream.block_samples + 50)
     assert len(packed) > len(numbers)
     assert tokens(stream, numbers) == [packed.sample(i).tolist() for i in numbers]

@@ -85,7 +85,6 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
     """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
     old = data_files(_recorded_order(meta), meta.data_files)
     names = names_now(old, meta.data_files, data_files(order, fingerprints), fingerprints)
-
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
         for field in ("data_files", "data_tokens", "data_lost")
