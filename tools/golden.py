@@ -305,7 +305,7 @@ def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
             offload=(),
             offload_optimizer="none",
         ),
-        checkpoint=replace(cfg.checkpoint, at_end=saves, init_from="", peer_every=0, async_save=False),
+        checkpoint=replace(cfg.checkpoint, at_end=saves, init_from="", upcycle=None, peer_every=0, async_save=False),
         faults=FaultsConfig(),
         metrics=MetricsConfig(),
     )
