@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
-from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, checkpoint_folder_key, step_path
 from moefold.checkpoint.integrity import check_integrity, gather_errors
 from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
 from moefold.checkpoint.recipe_differences import sample_order
 from moefold.checkpoint.resume import RESUME_HINT
+from moefold.checkpoint.retention import remove_folder, remove_older
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_or_short_files, read_metadata
-from moefold.checkpoint.writing_job import WritingJob
+from moefold.checkpoint.writing_job import WritingJob, commit
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of

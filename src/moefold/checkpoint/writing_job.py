@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.commit import remove_checkpoint, remove_folder
 from moefold.checkpoint.find_checkpoint import (
     named_checkpoints,
     remote_step_folders,
@@ -22,6 +21,7 @@ from moefold.checkpoint.find_checkpoint import (
     unfinished_checkpoints,
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE, regular_file
+from moefold.checkpoint.retention import remove_checkpoint, remove_folder
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import Owner
 from moefold.remote_path import RemotePath
@@ -32,13 +32,24 @@ _DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
 
 
 def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
-    """Return the path where a job writes a checkpoint before `commit.commit`; in a remote folder, the final path.
+    """Return the path where a job writes a checkpoint before `commit`; in a remote folder, the final path.
 
     Two jobs never write into one folder, because a job that is suspended in a save may continue at any time.
     """
     if isinstance(folder, RemotePath):
         return step_path(folder, step)
     return folder / f".step-{step:06d}.{job}.partial"
+
+
+def commit(tmp: Path, final: Path) -> None:
+    """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
+
+    Raises:
+        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
+    """
+    if final.exists():
+        remove_checkpoint(final)
+    tmp.rename(final)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moefold.terminal import print_escaped
 from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
-from moefold.validate.parallel import check_schedule_file
+from moefold.validate.pipeline import check_schedule_file
 
 if TYPE_CHECKING:
     from moefold.verify.compare import NamedError, OracleRecord

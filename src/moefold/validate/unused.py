@@ -21,10 +21,11 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, group_at, join_with_or
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
+from moefold.validate.data import has_validation_split
 from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.memory_savings import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
-from moefold.validate.train import compiles_parts, has_validation_split
+from moefold.validate.train import compiles_parts
 
 MOST_CHOICES = 4
 """Maximum number of values of a key in a remedy."""

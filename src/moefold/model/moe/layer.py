@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
             kept_TK = None if self._capacity_policy is None else routing_map.kept_TK
             y = self.losses.attach(y, routing, kept_TK, token_positions, self.last_counts_E)
         if self.is_shortcut:
-            assert y_shared is not None, "refused by validate/shortcut.py"
+            assert y_shared is not None, "refused by validate/moe.py"
             return LayerOutput(y_shared, without_base(y))
         return LayerOutput(y)
 

@@ -24,22 +24,23 @@ from moefold.message_text import Problem
 from moefold.topology.layout import DEGREES, fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory_savings import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES
+from moefold.validate.moe import TRAINING_ONLY_RULES, shortcut_stage_errors, validate_shortcut
 from moefold.validate.parallel import (
     DEGREE_RULES,
-    auto_layout_errors,
     validate_attention_pool,
     validate_batch_size,
     validate_degrees,
     validate_dispatch_kernels,
     validate_expert_overlap,
+    validate_sequence_length,
+)
+from moefold.validate.pipeline import (
+    auto_layout_errors,
     validate_micro_batch_count,
     validate_pipeline_layout,
     validate_schedule,
-    validate_sequence_length,
 )
-from moefold.validate.rollout_experts import validate_rollout_experts
-from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
+from moefold.validate.rl import validate_rollout_experts
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk

@@ -1,4 +1,4 @@
-"""Commit and removal of checkpoints: after a kill at any moment, each checkpoint is complete or absent."""
+"""Retention: which checkpoints are kept, and removal of the others, which leaves no partial folder after a kill."""
 
 import shutil
 from collections.abc import Callable
@@ -15,17 +15,6 @@ from moefold.checkpoint.find_checkpoint import (
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.remote_path import RemotePath
-
-
-def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
-
-    Raises:
-        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
-    """
-    if final.exists():
-        remove_checkpoint(final)
-    tmp.rename(final)
 
 
 def remove_older(
