@@ -16,7 +16,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.part_registry import all_groups, built_in_kinds, find_part
 from moefold.config.plugins import class_faults
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_marks, slot_fault
+from moefold.config.suggestions import part_class_problem, part_marks
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -129,7 +129,7 @@ def test_a_key_takes_only_the_kinds_of_its_slot(name, kind):
     part = find_part(mark.group, kind)
     is_taken = not mark.words or kind in mark.words
     from_outside = type("Outside", (part,), {"__module__": __name__})
-    assert (slot_fault(name, part) == "", slot_fault(name, from_outside) == "") == (is_taken, is_taken)
+    assert (part_class_problem(name, part) == "", part_class_problem(name, from_outside) == "") == (is_taken, is_taken)
     owner = name.rpartition(".")[0]
     around = {"model.ffn.moe.router": ["model.ffn.moe.router=softmax"]}.get(owner, [])
     path = {"path": "rows.csv"} if kind == "csv" else {}

@@ -79,7 +79,7 @@ class RunList:
     def _add_new(self) -> None:
         for run in find_runs(self.folders):
             if run.key not in self._readers:
-                self._styles[run.key] = free_style(run.key, self._styles.values())
+                self._styles[run.key] = unused_style(run.key, self._styles.values())
                 self._num_reads[run.key] = 0
                 self._readers[run.key] = RunReader(run)
         # A run that was found later may have the name of an earlier run.
@@ -92,7 +92,7 @@ _STRIDE = 5
 """Distance to the next tried colour; it is coprime to 16."""
 
 
-def free_style(key: str, used_styles: Collection[int]) -> int:
+def unused_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.

@@ -30,7 +30,7 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_
 from moefold.checkpoint.writing_job import WritingJob, commit
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.part import words_of
+from moefold.config.part import values_by_key
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
@@ -111,7 +111,7 @@ def write_checkpoint(
         fault: list[Exception | None] = [None]
         if writer is not None:
             try:
-                writer.check_own(draft)
+                writer.check_still_own(draft)
                 if missing := missing_or_short_files(draft, metadata):
                     raise ConfigError(
                         f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
@@ -155,7 +155,7 @@ def _complete(
             # Another job may have just saved this step.
             writer.check(final)
             raise
-    writer.note_saved(final)
+    writer.record_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
         text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
@@ -180,7 +180,7 @@ def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
         format=FORMAT,
         order=sample_order(cfg),
         model=model_sizes(cfg.model),
-        parallel=words_of(cfg.parallel),
+        parallel=values_by_key(cfg.parallel),
         dtype=cfg.run.dtype,
         states=train_state.states,
     )

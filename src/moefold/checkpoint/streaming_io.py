@@ -188,7 +188,7 @@ def check_descriptions(path: Path) -> None:
 
 
 @contextmanager
-def checked_while_read(source: CheckpointSource) -> Iterator[None]:
+def hash_checked_reads(source: CheckpointSource) -> Iterator[None]:
     """Compare the tensor files of a local checkpoint with their hashes, in the same pass if they are read in order.
 
     A file that is not read whole, or in another order, is read at the end.

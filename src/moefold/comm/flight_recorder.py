@@ -133,7 +133,7 @@ class FlightRecorder:
         """Record that this rank makes progress inside a phase, without a collective."""
         self._last_event_s = self.clock()
 
-    def credit_wait(self) -> None:
+    def note_awaited_progress(self) -> None:
         """Record that the rank that this rank waits for makes progress, so that the wait is not a hang."""
         self._credited_s = self.clock()
 

@@ -291,7 +291,7 @@ _GROUP_TABLES = (
 
 
 @contextmanager
-def set_aside_process_groups() -> Iterator[None]:
+def without_process_groups() -> Iterator[None]:
     """Run the block as in a process without process groups; restore the existing groups after it.
 
     A default process group can be created and destroyed in the block without destroying a group from outside. The

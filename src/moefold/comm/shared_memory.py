@@ -263,7 +263,7 @@ class SharedExchange:
         """The shared memory."""
         return self._halves
 
-    def serves(self, group: dist.ProcessGroup) -> bool:
+    def has_members_of(self, group: dist.ProcessGroup) -> bool:
         """Return whether a process group, of any communicator, has the members of this exchange."""
         return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 

@@ -13,14 +13,14 @@ from typing import Any, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.config.aliases import key_hint, our_value
+from moefold.config.aliases import key_hint, moefold_value
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.key_annotations import max_magnitude
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.part import KindOf, Part, Table, tables_of
-from moefold.config.part_registry import find_part, kinds_in_words
+from moefold.config.part_registry import find_part, kinds_text
 from moefold.config.part_table import (
     NONE,
     brief_problem,
@@ -161,12 +161,12 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
         return tree, {}
     try:
         base = load_preset(preset)
-        return {**tree, "model": merged("model", base, model | _counted(base, model))}, {}
+        return {**tree, "model": merged("model", base, model | _with_layer_count(base, model))}, {}
     except ConfigError as error:
         return tree, {"model.preset": str(error)}
 
 
-def _counted(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def _with_layer_count(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Return the layers of a [model] that only has their number, with the kinds of another [model]."""
     count = over.get("layers")
     return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
@@ -247,7 +247,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     if group_at(path) is not None:
         value = resolve_kind_path(value, folder)
     if path == "model.layers":
-        value = _counted(keys, {key: value}).get(key, value) if key in keys else value
+        value = _with_layer_count(keys, {key: value}).get(key, value) if key in keys else value
     dropped = _merge_override(tree, [section, *(key.split(".") if is_setting else [key])], value)
     left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
@@ -353,7 +353,7 @@ def _type_problem(section: str, key: str, value: Any) -> Problem:
     group = group_at(name)
     if group and isinstance(value, str):
         return wrong_kind(name, value)
-    expected = kinds_in_words(group, choices_of(section, key)) if group else describe_key(section, key)
+    expected = kinds_text(group, choices_of(section, key)) if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     if "a list of strings" in expected and (advice := list_advice(name, value)):
@@ -362,7 +362,7 @@ def _type_problem(section: str, key: str, value: Any) -> Problem:
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
-        guess = spelled[0] if spelled else our_value(name, value) or closest_match(value, choices)
+        guess = spelled[0] if spelled else moefold_value(name, value) or closest_match(value, choices)
     return brief_problem(name, value, f"must be {expected}", f"did you mean {guess!r}?" if guess else "")
 
 

@@ -200,13 +200,13 @@ def parts_in(owner: Any) -> Iterator[Part]:
             yield from parts_in(value)
 
 
-def words_of(section: Any) -> dict[str, Any]:
+def values_by_key(section: Any) -> dict[str, Any]:
     """Return the values of a section of a recipe by key; a part as its kind only."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
-def word_of(value: str | Part) -> str | Part:
+def kind_or_part(value: str | Part) -> str | Part:
     """Return the kind of a built-in part, without its settings; return a kind or a part from outside unchanged."""
     return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
 
@@ -268,7 +268,7 @@ def required_settings(owner: Any) -> frozenset[str]:
     return frozenset(entry.name for entry in required)
 
 
-def by_default(group: str, kind: str) -> Any:
+def part_field(group: str, kind: str) -> Any:
     """Return the default of a field: the part of a kind with its defaults."""
     return field(default_factory=lambda: make_part(group, kind))
 

@@ -25,7 +25,7 @@ from moefold.config.part_registry import (
     find_part,
     is_built_in,
     kinds,
-    kinds_in_words,
+    kinds_text,
     missing_experiment,
 )
 from moefold.config.plugins import (
@@ -47,7 +47,7 @@ from moefold.config.suggestions import (
     list_advice,
     mark_at,
     owners_of,
-    slot_fault,
+    part_class_problem,
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
@@ -171,7 +171,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     group = mark.group
     kind = table.pop("kind")
     if not isinstance(kind, str):
-        way_out = f"write {kinds_in_words(group)}, or FILE.py:CLASS"
+        way_out = f"write {kinds_text(group)}, or FILE.py:CLASS"
         raise ConfigError(Problem(f"{name}.kind", None, f"must be a text, and is {kind!r}", way_out))
     recorded = _read_origin(name, table.pop(SOURCE, {}))
     part, origin = _class_of(name, mark, kind, recorded)
@@ -351,7 +351,7 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
             raise MissingPartError(missing)
         guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
-        raise ConfigError(Problem(f"{name}.kind", kind, f"must be {kinds_in_words(group)}, or FILE.py:CLASS{hint}"))
+        raise ConfigError(Problem(f"{name}.kind", kind, f"must be {kinds_text(group)}, or FILE.py:CLASS{hint}"))
     part = find_part(group, kind)
     origin = origin_of(part)[1]
     _check_slot(name, kind, part, origin)
@@ -359,7 +359,7 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
 
 
 def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
-    if fault := slot_fault(name, part):
+    if fault := part_class_problem(name, part):
         raise ConfigError(Problem(name, kind, f"of {origin} {fault}"))
 
 

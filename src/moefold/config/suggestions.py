@@ -21,7 +21,7 @@ from moefold.config.part_registry import (
     find_part,
     is_built_in,
     kind_of,
-    kinds_in_words,
+    kinds_text,
     one_of,
     unknown_kind,
 )
@@ -166,27 +166,27 @@ def wrong_kind(name: str, kind: str) -> Problem:
     mark = mark_at(name)
     assert isinstance(mark, KindOf)
     if kind in built_in_kinds(mark.group):
-        return Problem(name, kind, slot_fault(name, find_part(mark.group, kind)))
+        return Problem(name, kind, part_class_problem(name, find_part(mark.group, kind)))
     return unknown_kind(name, mark.group, kind, mark.words)
 
 
 @cache
-def slot_fault(name: str, part: Any) -> str:
+def part_class_problem(name: str, part: Any) -> str:
     """Return the reason why a key does not take a class of parts, and the right key; empty: the key takes it."""
-    reason = _slot_reason(name, part)
+    reason = _part_class_reason(name, part)
     if not reason:
         return ""
-    other_parts = [path for path in part_marks() if not _slot_reason(path, part)]
+    other_parts = [path for path in part_marks() if not _part_class_reason(path, part)]
     place = f"it is a kind of {join_with_or(other_parts)}" if other_parts else "no key takes it"
     return f"{reason}; {place}"
 
 
-def _slot_reason(name: str, part: Any) -> str:
+def _part_class_reason(name: str, part: Any) -> str:
     mark = mark_at(name)
     assert isinstance(mark, KindOf)
     hint = type_of(*name.split(".", 1))
     if is_built_in(part) and mark.fact and not mark.takes(kind_of(part)):
-        return f"must be {kinds_in_words(mark.group, mark.words)}"
+        return f"must be {kinds_text(mark.group, mark.words)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:

@@ -48,7 +48,7 @@ from moefold.convert.layer_fields import (
     UniformWindow,
     attention_types,
     last_layers_slide,
-    words_of,
+    mapped_layer_types,
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import TensorBlock
@@ -449,7 +449,7 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
 def _attention_words(hf_config: Json, has_rope: list[bool]) -> list[str]:
     """Return "chunk" for each layer that attends within chunks, "full" for other layers."""
     if hf_config.get("layer_types") is not None:
-        return words_of(hf_config, "layer_types", _CHUNKS)
+        return mapped_layer_types(hf_config, "layer_types", _CHUNKS)
     has_chunks = hf_config.get("attention_chunk_size") is not None
     return ["chunk" if rope and has_chunks else "full" for rope in has_rope]
 

@@ -70,7 +70,7 @@ class MlpLayerTypes:
         if kinds is None:
             return FirstKDense(default=self.default).read(hf_config)
         mark_read(hf_config, "first_k_dense_replace")
-        return {"layers.ffn": words_of(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
+        return {"layers.ffn": mapped_layer_types(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer, and the number of leading dense layers."""
@@ -104,7 +104,7 @@ class ExpertLayerRange:
         return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
 
 
-def words_of(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
+def mapped_layer_types(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
     """Return the word of each layer in `model.layers` from a list of its kinds."""
     kinds = hf_config.get(key)
     count = num_layers_of(hf_config)
@@ -172,7 +172,7 @@ class LayerTypes:
             mark_read(hf_config, self.default_types.hf_key)
         if self.default_types is not None and hf_config.get("layer_types") is None:
             hf_config = overlay(hf_config, {"layer_types": self.default_types(hf_config, num_layers_of(hf_config))})
-        return {"layers.attention": words_of(hf_config, "layer_types", self.words)}
+        return {"layers.attention": mapped_layer_types(hf_config, "layer_types", self.words)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
@@ -203,7 +203,7 @@ class SlidingWindowLayers:
         mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        words = words_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
+        words = mapped_layer_types(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
         settings: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
         if "window" in words:
             settings |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})

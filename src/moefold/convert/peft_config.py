@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, declared_keys, join_reports, sort_keys
+from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, classify_keys, declared_keys, join_reports
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
@@ -63,7 +63,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
     reader = KeyReader(keys)
     reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:
-        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, table, ignored_keys)])
+        report = join_reports(CONFIG_FILE, [classify_keys(CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r}: {error}") from None
     _check_weights_file(folder)

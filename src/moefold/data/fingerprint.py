@@ -175,7 +175,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
     return roles | ({template: "data.chat_template"} if template else {})
 
 
-def names_now(
+def current_names(
     old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the current names of the files of a checkpoint, by their names there; a file may be missing."""
@@ -183,7 +183,7 @@ def names_now(
     if len(old.paths) == len(new.paths):
         for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
             renamed |= _matched(old, before, saved, new, after, fingerprints) or {
-                name: _place_now(name, old, i, new.paths[i]) for name in before
+                name: _current_name(name, old, i, new.paths[i]) for name in before
             }
     elif all(old.sources) and all(new.sources):
         before = tuple(name for names in old.sources for name in names)
@@ -205,12 +205,12 @@ def _matched(
         return {}
     for name, other in zip(before, after, strict=True):
         same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
-        if not same or (old.by_folder and _meaning(old, name) != _meaning(new, other)):
+        if not same or (old.by_folder and _reader_key(old, name) != _reader_key(new, other)):
             return {}
     return dict(zip(before, after, strict=True))
 
 
-def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
+def _current_name(name: str, old: DataFiles, index: int, root: str) -> str:
     """Return the name below the recipe's path of a file below a path of the checkpoint."""
     relative = _relative(name, old.paths[index])
     if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
@@ -218,7 +218,7 @@ def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     return name_below(root, relative) if relative else root
 
 
-def _meaning(files: DataFiles, name: str) -> str:
+def _reader_key(files: DataFiles, name: str) -> str:
     """Return the part of a file's name that determines its reader: the whole name below a folder, else the suffix."""
     root = next(root for root in files.paths if is_below(Path(name), Path(root)))
     relative = _relative(name, root)

@@ -51,7 +51,7 @@ class RunningClock:
         with self._lock:
             self._beat_s = None
 
-    def take_stopped_s(self) -> float:
+    def pop_stopped_s(self) -> float:
         """Return the seconds that the process was stopped, or the machine suspended, since the last call."""
         self()
         with self._lock:

@@ -70,7 +70,7 @@ class ProgramRanks:
             cuda_index=_cuda_index(local_rank),
         )
 
-    def agree(self, call: Callable[[], Result]) -> Result:
+    def run_on_all_ranks(self, call: Callable[[], Result]) -> Result:
         """Return the result of a call on this rank, or raise an error on all ranks. Collective.
 
         A rank whose call failed raises its own exception; the others raise the exception of the first such rank.
@@ -97,7 +97,7 @@ class ProgramRanks:
                 raise kind(f"rank {rank}: {text}")
         return result[0]
 
-    def first(self, value: Result) -> Result:
+    def value_of_rank0(self, value: Result) -> Result:
         """Return the value of rank 0. Collective."""
         result: Result = self._world.all_gather_object(value)[0]
         return result

@@ -194,7 +194,7 @@ class Regroup:
         """Return the job ranks that are lost so far."""
         return lost_ranks(self._base)
 
-    def how_it_ended(self, rank: int) -> str:
+    def exit_description(self, rank: int) -> str:
         """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
         key = f"how/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -240,7 +240,7 @@ class Regroup:
             )
         return self.current
 
-    def await_change(self) -> int | None:
+    def wait_as_spare(self) -> int | None:
         """Wait as a spare. Return the exit status once the training has ended, or None once a member is lost.
 
         Raises:

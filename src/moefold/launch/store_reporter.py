@@ -195,7 +195,7 @@ class StoreReporter(threading.Thread):
             self._answer_and_exit()
         if not self.peers_known.is_set():
             self._discover_local_peers()
-        self._credit_awaited_rank()
+        self._note_progress_of_awaited_rank()
         if self._regroups:
             self._record_losses()
         elif lost_ranks := self.lost_peers():
@@ -283,7 +283,7 @@ class StoreReporter(threading.Thread):
             self.exit_failed()
         self._diagnose_and_exit(f"{format_ranks(lost_ranks)} can no longer take part", is_lost_peer=False)
 
-    def _credit_awaited_rank(self) -> None:
+    def _note_progress_of_awaited_rank(self) -> None:
         """Record progress while the rank that this rank waits for makes progress.
 
         Ranks that train and ranks that sample wait for each other during a round of rollouts or a training step. Times
@@ -297,7 +297,7 @@ class StoreReporter(threading.Thread):
         self._awaited_report_s = report["reported_at_s"]
         idle_s = report["reported_at_s"] - report["snapshot"]["moved_s"]
         if is_new and idle_s < self._flight_recorder.hang_timeout_s / 2:
-            self._flight_recorder.credit_wait()
+            self._flight_recorder.note_awaited_progress()
 
     def _publish_report(self) -> None:
         location, is_communicating = _source_location(self._main_thread_id)

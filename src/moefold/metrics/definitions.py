@@ -630,7 +630,7 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
     return sorted(charts)
 
 
-def _or_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
+def _propagating_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
     """Return max or min, or NaN if a value is NaN: with max and min alone, the result depends on the order."""
     return lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)
 
@@ -640,7 +640,7 @@ def _mean(values: list[float]) -> float:
 
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "": itemgetter(0), "sum": sum, "mean": _mean, "max": _or_nan(max), "min": _or_nan(min)
+    "": itemgetter(0), "sum": sum, "mean": _mean, "max": _propagating_nan(max), "min": _propagating_nan(min)
 }  # fmt: skip
 
 

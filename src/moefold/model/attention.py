@@ -262,7 +262,7 @@ class CoreAttention(Protocol):
         """
 
 
-def takes_narrow_values(device: torch.device) -> bool:
+def sdpa_supports_narrow_values(device: torch.device) -> bool:
     """Return whether SDPA has kernels for values with fewer dims than the keys; on a CPU, padding them is faster."""
     return device.type == "cuda"
 

@@ -129,13 +129,13 @@ class FusedBlock:
             return output.y
 
         kind = type(self._ffn).__name__
-        if self._choice.picks_whole(
-            kind, len(x), self._trial(lambda: self._run(x, inputs.rope)), self._trial(run_modules)
+        if self._choice.chooses_fused(
+            kind, len(x), self._dry_run(lambda: self._run(x, inputs.rope)), self._dry_run(run_modules)
         ):
             return self._run(x, inputs.rope)
         return run_modules()
 
-    def _trial(self, run: Callable[[], object]) -> Callable[[], object]:
+    def _dry_run(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return a run whose choices of experts are not recorded; the rows that it caches are written again."""
 
         def trial() -> None:
@@ -175,7 +175,7 @@ class FusedBlock:
         if self._layer is None or not self._chooses:
             return None
         assert isinstance(self._ffn, MoELayer)
-        is_chosen = self._choice is None or self._choice.has_picked_whole(type(self._ffn).__name__, num_rows)
+        is_chosen = self._choice is None or self._choice.has_chosen_fused(type(self._ffn).__name__, num_rows)
         return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
 
     def _build(self, like: Tensor) -> "CDecodeLayer":

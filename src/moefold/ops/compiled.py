@@ -27,7 +27,7 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_separate_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a function: torch.compile takes at most 8 shapes of one code object, from all models together."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -53,7 +53,7 @@ class CompiledQKNormRope:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._compiled = compiler(_with_own_code(_norm_and_rotate))
+        self._compiled = compiler(_with_separate_code(_norm_and_rotate))
 
     def __call__(
         self,
@@ -106,8 +106,8 @@ class CompiledSwiGLU:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._forward = compiler(_with_own_code(_swiglu))
-        self._backward = compiler(_with_own_code(_swiglu_backward))
+        self._forward = compiler(_with_separate_code(_swiglu))
+        self._backward = compiler(_with_separate_code(_swiglu_backward))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
         """See `SwiGLUKernel`."""

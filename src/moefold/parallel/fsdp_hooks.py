@@ -51,7 +51,7 @@ class PerRankGradDots:
             group = fsdp_param_group(module)
             if group is not None:
                 members = fsdp_reduction_group(group, replicates=self._replicates)
-                assert self.exchange.serves(members), "FSDP reduces among the members of the exchange"
+                assert self.exchange.has_members_of(members), "FSDP reduces among the members of the exchange"
                 replace_fsdp_reduction(group, partial(self._reduce_by_exchange, self._num_modules))
                 self._num_modules += 1
             if self._replicates:
@@ -149,7 +149,7 @@ class TimedAllGather:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             if self._exchange is not None:
-                assert self._exchange.serves(group), "FSDP gathers among the members of the exchange"
+                assert self._exchange.has_members_of(group), "FSDP gathers among the members of the exchange"
                 self._exchange.gather_into(output_tensor, input_tensor)
                 return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import word_of
+from moefold.config.part import kind_or_part
 from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE
 from moefold.cost.hardware import DetectedMachine, Device, load_device
@@ -37,7 +37,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     """
     p = cfg.parallel
     keys = {axis: key for axis, key in AXIS_KEYS.items() if ".".join(key) in given}
-    fixed: dict[str, object] = {axis: word_of(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
+    fixed: dict[str, object] = {axis: kind_or_part(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
     if "dispatcher" in fixed and chosen(cfg, DispatcherPart).resolves_to:
         del fixed["dispatcher"]
     if AUTO_RECOMPUTE in cfg.train.recompute:

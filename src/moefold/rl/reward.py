@@ -148,7 +148,7 @@ class Reward:
             raise RunError(self._slowness(len(scores), len(prompts), num_timeouts)) from None
         return scores
 
-    def take_failures(self) -> list[FailedReward]:
+    def pop_failures(self) -> list[FailedReward]:
         """Return the failures since the last call."""
         failures = self._failures
         self._failures = []

@@ -294,7 +294,7 @@ class RegroupLoop:
         if self._regroup.is_spare:
             recorder.set_phase("waiting as a spare rank")
             self._on_spare()
-            return self._regroup.await_change()
+            return self._regroup.wait_as_spare()
         cfg = without_lost_ranks(self._cfg, len(generation.members))
         if self._rank_loss is None:
             return self._train(self._cfg, (), (), self._history)
@@ -327,7 +327,7 @@ class RegroupLoop:
 
     def _describe_end(self, rank: int) -> str:
         """Return the last activity of a lost rank, and how its process ended."""
-        how = self._regroup.how_it_ended(rank)
+        how = self._regroup.exit_description(rank)
         return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
 
     def _facts(self) -> dict[str, Any]:

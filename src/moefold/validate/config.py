@@ -17,7 +17,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import group_at, slot_fault, wrong_kind
+from moefold.config.suggestions import group_at, part_class_problem, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
@@ -121,7 +121,7 @@ def _slot_problems(cfg: Config) -> Iterator[Problem]:
             continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
-        elif fault := slot_fault(name, owner):
+        elif fault := part_class_problem(name, owner):
             yield Problem("", None, f"{describe_part(value)} {fault}")
 
 

@@ -94,9 +94,11 @@ class OracleRouter:
         self._drop_scopes = formula_of(chosen_in(moe, DropScopePart))
         scope = chosen_in(moe, BalanceScopePart)
         self._balanced_pairs = formula_of(scope)
-        uses_last_counts = self.aux_coefficient > 0 and scope.keeps_counts
+        uses_last_batch_load = self.aux_coefficient > 0 and scope.keeps_counts
         empty = torch.zeros(model.num_router_choices, dtype=torch.int64)
-        self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
+        self.last_counts = (
+            {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_batch_load else {}
+        )
 
     @property
     def aux_coefficient(self) -> float:

@@ -87,7 +87,7 @@ class MoELayer(nn.Module):
         self.stats = self.losses.stats
         self._num_experts = part.num_experts
         self._num_choices = part.num_choices
-        last_counts_E = torch.zeros(part.num_choices, dtype=torch.int64) if self.losses.uses_last_counts else None
+        last_counts_E = torch.zeros(part.num_choices, dtype=torch.int64) if self.losses.uses_last_batch_load else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0

@@ -115,7 +115,7 @@ class RouterLosses:
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, num_choices)
 
     @property
-    def uses_last_counts(self) -> bool:
+    def uses_last_batch_load(self) -> bool:
         """True if the load-balancing loss needs the expert load of the last global batch."""
         return self.aux_coefficient > 0 and self._balance.keeps_counts
 
@@ -142,7 +142,7 @@ class RouterLosses:
         Args:
             kept_TK: choices that are not dropped; None if the experts have no capacity.
             tokens: positions and weights of the tokens.
-            last_counts_E: expert load of the last global batch, if it `uses_last_counts`.
+            last_counts_E: expert load of the last global batch, if it `uses_last_batch_load`.
         """
         weights_T = tokens.weights_T
         group_T, num_groups = self._groups(tokens)

@@ -12,7 +12,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.model.attention import CausalAttention, SelfAttention
-from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
+from moefold.model.causal_blocks import HasAttentionKernel, HasBlockKernel
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
@@ -110,9 +110,9 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, TakesKernel):
+        if isinstance(core, HasAttentionKernel):
             core.kernel = kernels.attention
-        if isinstance(core, TakesBlockKernel):
+        if isinstance(core, HasBlockKernel):
             core.block_kernel = kernels.block_attention
         if isinstance(core, CausalAttention) and kernels.autotuner.is_enabled:
             core.tuner = kernels.autotuner

@@ -16,7 +16,7 @@ from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.key_annotations import range_problems
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, word_of
+from moefold.config.part import Part, kind_or_part
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
@@ -298,7 +298,9 @@ class Restriction:
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
         """Return the restriction with the recipe's external part in place of a fixed kind that the recipe has."""
-        parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
+        parts = {
+            axis: kind_or_part(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed
+        }
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from moefold.config.chosen import part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import Part, word_of
+from moefold.config.part import Part, kind_or_part
 from moefold.config.part_registry import built_in_kinds
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
@@ -190,7 +190,7 @@ class MappingSpace:
         A kind of another package is loaded only if the recipe or the restriction names it.
         """
         names = [name for name in built_in_kinds(DispatcherPart.group) if self.restriction.allows("dispatcher", name)]
-        named = self.restriction.fixed.get("dispatcher", word_of(self._cfg.parallel.dispatcher))
+        named = self.restriction.fixed.get("dispatcher", kind_or_part(self._cfg.parallel.dispatcher))
         values = names if named in names or not self.restriction.allows("dispatcher", named) else [*names, named]
         parts = {
             part_of_kind(self._cfg, DispatcherPart, value) if isinstance(value, str) else value: value
@@ -369,7 +369,7 @@ class MappingSpace:
 
     def _schedules(self) -> list[str | Part]:
         """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
-        asked = self.restriction.fixed.get("schedule", word_of(self._cfg.parallel.schedule))
+        asked = self.restriction.fixed.get("schedule", kind_or_part(self._cfg.parallel.schedule))
         named = dict.fromkeys((*choices_of("parallel", "schedule"), asked))
         return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 
