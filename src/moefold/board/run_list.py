@@ -20,13 +20,13 @@ SEARCH_INTERVAL_S = 10.0
 EMPTY_SEARCH_INTERVAL_S = 1.0
 """Shorter search interval while there is no run, because a user may wait for the first run."""
 MAX_OPEN = NUM_STYLES // 2
-"""Maximum runs that a request reads in full; only the last lines of the others are read."""
+"""Maximum runs that a request reads in full. Only the last lines of the others are read."""
 MAX_READ_S = 1.0
 """Time after which a request begins to read no other run: a page with long runs shows the data read so far."""
 
 
 class RunList:
-    """Readers of all runs among and below some folders; there may be no runs yet."""
+    """Readers of all runs among and below some folders. There may be no runs yet."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         check_folders(paths)
@@ -89,7 +89,7 @@ class RunList:
 
 
 _STRIDE = 5
-"""Distance to the next tried colour; it is coprime to 16."""
+"""Distance to the next tried colour. It is coprime to 16."""
 
 
 def unused_style(key: str, used_styles: Collection[int]) -> int:

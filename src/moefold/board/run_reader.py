@@ -192,7 +192,7 @@ class RunReader:
             return answer
 
     def memory(self) -> dict[str, Any]:
-        """Return the newest memory of every rank by part; the parts are null if the run did not measure them."""
+        """Return the newest memory of every rank by part. The parts are null if the run did not measure them."""
         with self._lock:
             return {"memory": self._memory, "every": self._settings.get("metrics.memory_every")}
 

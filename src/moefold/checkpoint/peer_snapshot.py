@@ -248,7 +248,7 @@ class PeerSnapshots:
         return sum(slot.num_bytes for slot in self.generation.slots)
 
     def forget_groups(self) -> None:
-        """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
+        """Drop the references to process groups before they are destroyed. The next snapshot begins a generation.
 
         Also call it after a rollback: discarded steps are then not restored once every rank has the new snapshot.
         """
@@ -311,7 +311,7 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
-        # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
+        # The last snapshot of the previous generation is complete on every rank. The older would be a third one.
         last = max(self.generation.slots, key=lambda slot: -1 if slot.step is None else slot.step)
         self.generation.slots = [last, Snapshot()]
         shards = local_boxes(state)
@@ -399,7 +399,7 @@ class PeerSnapshots:
 
         Args:
             step: a step that every rank of the new mapping holds.
-            state: shards of the new mapping, see `checkpoint_state`; they are overwritten.
+            state: shards of the new mapping, see `checkpoint_state`. They are overwritten.
             device: device that `world` communicates from.
 
         Returns:

@@ -22,7 +22,7 @@ from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped
 from moefold.message_text import format_list
 
 SampleOrder = dict[str, Any]
-"""The settings that determine the text of sample n; the batch size is not among them."""
+"""The settings that determine the text of sample n. The batch size is not among them."""
 
 
 def sample_order(cfg: Config) -> SampleOrder:
@@ -145,7 +145,7 @@ def model_differences(
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
-        reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
+        reader: the model whose layers read the weights, if they differ from `model`. Its keys are also compared.
         sides: words for the stored model and for `model`.
     """
     saved = model_of(stored)

@@ -31,7 +31,7 @@ def remove_older(
     same applies to checkpoints without a description. Checkpoints of another job stay.
 
     Args:
-        newest: the new checkpoint; it stays.
+        newest: the new checkpoint. It stays.
         keep: number of newest complete checkpoints to keep; 0 keeps all.
         keep_every: checkpoints of steps divisible by this number are always kept; 0: none.
         may_remove: see `WritingJob.may_replace`.

@@ -41,7 +41,7 @@ from moefold.remote_path import RemotePath
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Save planner for a state of tensors; an empty shard is not written."""
+    """Save planner for a state of tensors. An empty shard is not written."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the items of torch's plan with the places of the shards."""

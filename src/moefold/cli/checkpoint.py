@@ -296,7 +296,7 @@ def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, 
 
 
 def _shorten(value: object) -> str:
-    """Return a value as text; a long value is truncated, with its length."""
+    """Return a value as text. A long value is truncated, with its length."""
     text = str(value)
     if len(text) <= MAX_VALUE_CHARS:
         return text

@@ -134,7 +134,7 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
 
 
 def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
-    """Return the model with the number of layers in a pipeline layout; their sizes are unknown and unused."""
+    """Return the model with the number of layers in a pipeline layout. Their sizes are unknown and unused."""
     try:
         kinds = [part.kind for part in expand_layout(text)]
     except LayoutSyntaxError as error:

@@ -58,7 +58,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def import_compiler() -> None:
-    """Import torch's compiler before ranks are forked; otherwise the first step of each rank does, in a second."""
+    """Import torch's compiler before ranks are forked. Otherwise the first step of each rank does, in a second."""
     torch.compiler.disable(lambda: None)
 
 
@@ -73,7 +73,7 @@ def shard_in_graph(tensor: DTensor) -> Tensor:
 
 
 def dtensor_like(like: DTensor, shard: Tensor) -> DTensor:
-    """Return a DTensor of another shard with the same shape and type; torch's operators take 2 ms for it."""
+    """Return a DTensor of another shard with the same shape and type. Torch's operators take 2 ms for it."""
     return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -219,7 +219,7 @@ def cudnn_attention_backward() -> Any:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail on the device with a message if a scalar bool tensor is False; the host does not wait for it."""
+    """Fail on the device with a message if a scalar bool tensor is False. The host does not wait for it."""
     torch._assert_async(condition, message)
 
 
@@ -543,7 +543,7 @@ class NvshmemOps:
     """Symmetric memory of a group over NVSHMEM; see `comm.row_exchange.SymmetricMemoryOps`.
 
     Args:
-        group: group on CUDA; the allocations of all groups of a process use the same backend.
+        group: group on CUDA. The allocations of all groups of a process use the same backend.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -69,7 +69,7 @@ class BackwardOverlap:
 
     @contextmanager
     def backward(self, forward_task: ResumableTask[Any]) -> Iterator[None]:
-        """Resume `forward_task` during the backward pass inside this context; the task need not finish there."""
+        """Resume `forward_task` during the backward pass inside this context. The task need not finish there."""
         assert self._forward_task is None, "one forward pass at a time"
         self._forward_task = forward_task
         try:

@@ -1,7 +1,7 @@
 """Exchange of rows over symmetric memory, with split sizes that stay on the device: the host never waits for them.
 
 Built on `torch.ops.symm_mem.all_to_all_vdev_2d` and its inverse `all_to_all_vdev_2d_offset` (torch 2.11, NVSHMEM).
-Tested over gloo against an emulation of their contract; it has not been run on a GPU.
+Tested over gloo against an emulation of their contract. It has not been run on a GPU.
 """
 
 from typing import Protocol
@@ -28,7 +28,7 @@ class SymmetricMemoryOps(Protocol):
         ...
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
-        """Send each segment of rows to the rank of its expert; all tensors are symmetric.
+        """Send each segment of rows to the rank of its expert. All tensors are symmetric.
 
         Args:
             rows: rows to send, rank-major, [N, W].

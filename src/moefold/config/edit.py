@@ -76,7 +76,7 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
 
 
 def _completed(path: str, value: Any, before: Any) -> Any:
-    """Return a value; a table of the same kind is completed from the value that it changes."""
+    """Return a value. A table of the same kind is completed from the value that it changes."""
     kind = before.kind if isinstance(before, Part) else None
     is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
     table = merged(path, as_plain(before), value) if is_change else value

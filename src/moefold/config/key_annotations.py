@@ -108,7 +108,7 @@ def verification_by_key() -> dict[str, VerifyAs | None]:
 
 @cache
 def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[ReadIf, ...]]:
-    """Return the conditions under which each key has an effect, by "section.key"; keys without a condition are absent.
+    """Return the conditions under which each key has an effect, by "section.key". Keys without a condition are absent.
 
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).

@@ -57,7 +57,7 @@ Problems = dict[str, str | Problem | ConfigError]
 AUTO_MAPPING = "auto"
 """Value of `parallel = "auto"` at the top level, short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
-"""Maximum length of the name in an override, because messages repeat it; all keys are much shorter."""
+"""Maximum length of the name in an override, because messages repeat it. All keys are much shorter."""
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path()) -> list[str]:

@@ -41,7 +41,7 @@ class KindOf(NamedTuple):
         return kinds_with(self.group, *self.required) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
-        """Return whether the key may name a kind; the class of a built-in kind is imported to read the fact."""
+        """Return whether the key may name a kind. The class of a built-in kind is imported to read the fact."""
         if kind not in built_in_kinds(self.group):
             return kind in kinds(self.group)
         name, value = self.required
@@ -176,7 +176,7 @@ def missing_method(part: Part, method: str) -> RunError:
 
 
 def keys_of(section: Any) -> dict[str, Any]:
-    """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
+    """Return the keys of a section of a recipe by name. A part from outside is a table (`Part.as_table`)."""
     return {field.name: as_plain(getattr(section, field.name)) for field in fields(section)}
 
 
@@ -296,7 +296,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
-    """Settings in a table without `kind`, such as `model.rope`; an optional table may be `None`."""
+    """Settings in a table without `kind`, such as `model.rope`. An optional table may be `None`."""
 
 
 @cache

@@ -1,6 +1,6 @@
 """Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`.
 
-pydantic validates the values, strictly and with the bounds in the annotations; its errors become `Problem`s.
+pydantic validates the values, strictly and with the bounds in the annotations. Its errors become `Problem`s.
 """
 
 import json
@@ -60,7 +60,7 @@ _PREFIX = "of_"
 NONE = "none"
 """Value of a key whose optional table is absent."""
 SOURCE = "from"
-"""Key of a recorded table with the distribution or file of the part; no field can have this name."""
+"""Key of a recorded table with the distribution or file of the part. No field can have this name."""
 
 
 def import_part_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
@@ -194,7 +194,7 @@ def settings_of_other_kind(
 
     Args:
         table: a table with `kind`, unchecked.
-        kind: the other kind; an unknown kind is refused later.
+        kind: the other kind. An unknown kind is refused later.
         source: source of the other kind from its recorded table; None: a user wrote the kind.
 
     Raises:
@@ -268,13 +268,13 @@ def minimal_form(value: Any, base: Any = None) -> Any:
 
 
 def toml_table(table: Mapping[str, Any]) -> str:
-    """Return the table of a part in TOML; the kind of a part from a file is its path, if that is recorded."""
+    """Return the table of a part in TOML. The kind of a part from a file is its path, if that is recorded."""
     entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in _named_by_file(table).items())
     return f"{{ {entries} }}" if entries else "{}"
 
 
 def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part; its kind is the path and class of its file, if these are recorded."""
+    """Return the settings of a part. Its kind is the path and class of its file, if these are recorded."""
     keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
@@ -442,7 +442,7 @@ def _hints(part: Any) -> dict[str, Any]:
 
 @cache
 def _pydantic_model(part: Any) -> type[BaseModel]:
-    """Return the pydantic model that validates the settings of a part; a field without a default is required."""
+    """Return the pydantic model that validates the settings of a part. A field without a default is required."""
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))

@@ -25,7 +25,7 @@ class Action:
 
     @property
     def produces(self) -> ActionResult:
-        """Result of the action; a backward pass of either kind counts as I."""
+        """Result of the action. A backward pass of either kind counts as I."""
         return self.stage, "I" if self.kind == "B" else self.kind, self.micro_batch
 
     def consumes(self, num_stages: int) -> tuple[ActionResult, ...]:

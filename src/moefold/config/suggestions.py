@@ -53,7 +53,7 @@ _FILE_ENDINGS = frozenset(
     | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
 )
 _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
-"""Common first folders of local paths; a misspelled path below one of these is not a hub name."""
+"""Common first folders of local paths. A misspelled path below one of these is not a hub name."""
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
@@ -244,7 +244,7 @@ def last_name(path: str) -> str:
 
 
 def describe_key(section: str, key: str) -> str:
-    """Describe the type of a key, as `describe_type` does; the kinds of a part are its choices."""
+    """Describe the type of a key, as `describe_type` does. The kinds of a part are its choices."""
     if isinstance(mark_at(f"{section}.{key}"), type):
         return "a table"
     choices = choices_of(section, key)

@@ -30,7 +30,7 @@ def nested(tree: Mapping[str, Any]) -> Tree:
 
 
 def put(tree: Tree, names: Sequence[str], value: Any) -> None:
-    """Set a value in a tree by its path; a text on the path becomes the kind of its table.
+    """Set a value in a tree by its path. A text on the path becomes the kind of its table.
 
     Raises:
         ConfigError: a table on the path is "none", or is a text although it has no kinds.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def within(bound: Bound) -> WrapValidator:
-    """Return the check of a bound, for the annotation of a number or a dict; its message also covers other types."""
+    """Return the check of a bound, for the annotation of a number or a dict. Its message also covers other types."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
@@ -55,7 +55,7 @@ def from_table(kind: type[T], tree: Mapping[str, Any], location: str, advice: st
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     try:
-        # As JSON, tables become dataclasses and lists tuples; a date becomes an object that fails every type.
+        # As JSON, tables become dataclasses and lists tuples. A date becomes an object that fails every type.
         text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
         return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:

@@ -12,7 +12,7 @@ from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
-"""Format of recipes and checkpoints that this version writes; it reads older ones."""
+"""Format of recipes and checkpoints that this version writes. It reads older ones."""
 FORMAT_KEY = "format"
 """Key above the sections of a recipe with its format."""
 KIND = "kind"

@@ -187,7 +187,7 @@ class ExportOptions:
     """User options of an export."""
 
     dtype: str = "auto"
-    """auto: imported weights keep their dtype; weights of a run get its run.dtype."""
+    """auto: imported weights keep their dtype. Weights of a run get its run.dtype."""
     family: str = "auto"
     """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
@@ -216,7 +216,7 @@ def export_folder(
         out: the folder; must not exist.
 
     Raises:
-        ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains
+        ConfigError: the checkpoint or `out` cannot be used, or no family can express the model. Nothing remains
             written.
     """
     # Rank 0 chooses the checkpoint for all ranks, because a run may save another checkpoint in the meantime.

@@ -411,7 +411,7 @@ class ChunkedLayers:
         return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the kind of every layer; other options of norms and windows do not read back as the same model."""
+        """Write the kind of every layer. Other options of norms and windows do not read back as the same model."""
         scale = setting_of(model, "attention.temperature.scale")
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.decoder_layers],
@@ -456,7 +456,7 @@ def _attention_words(hf_config: Json, has_rope: list[bool]) -> list[str]:
 
 @dataclass(frozen=True)
 class InterleavedExperts:
-    """`moe_layers`; without it, every `interleave_moe_layer_step`-th layer has experts."""
+    """`moe_layers`. Without it, every `interleave_moe_layer_step`-th layer has experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""

@@ -94,7 +94,7 @@ def import_folder(
         out: the checkpoint; must not exist.
 
     Raises:
-        ConfigError: the folder or `out` cannot be used; nothing remains written.
+        ConfigError: the folder or `out` cannot be used. Nothing remains written.
     """
     options = options or ImportOptions()
     source = HfSource(open_hf_folder(folder, options.ignored_keys), leaves_out_mtp=options.leaves_out_mtp)

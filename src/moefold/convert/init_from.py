@@ -141,7 +141,7 @@ INDEXER = ".attention.indexer."
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
 SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
-"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it initially adds nothing."""
+"""Tensors of a shared expert that are initialised at random. Its w_down is 0, so that it initially adds nothing."""
 
 
 class UpcycledSource:
@@ -224,7 +224,7 @@ def upcycle_folder(
         seed: seed of the router, the noise and the shared expert.
 
     Raises:
-        ConfigError: `dense` or `out` cannot be used; nothing remains written.
+        ConfigError: `dense` or `out` cannot be used. Nothing remains written.
     """
     dense = world.all_gather_object(resolve_weights_folder(dense))[0]
     if not is_hf_folder(dense):

@@ -191,7 +191,7 @@ _SPEED = _any(
 )
 """Keys that change speed, memory or initial weights, but no output."""
 _WIDTHS = _any("intermediate_size")
-"""Width of dense layers in folders without dense layers; in other folders, the shapes of tensors would contradict a
+"""Width of dense layers in folders without dense layers. In other folders, the shapes of tensors would contradict a
 wrong value."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
@@ -348,7 +348,7 @@ def tokenizer_known_keys() -> KnownKeys:
 
 
 def generation_known_keys() -> KnownKeys:
-    """Return the known keys of generation_config.json; settings of sampling are ignored by name."""
+    """Return the known keys of generation_config.json. Settings of sampling are ignored by name."""
     declared = declared_keys().generation
     void = "|".join(map(re.escape, declared.keys() - GENERATION_KEYS.keys()))
     return KnownKeys(GENERATION_KEYS, declared, void=f"{void}|{_VENDORS}")

@@ -39,7 +39,7 @@ class SparseLayers:
 
 @dataclass(frozen=True)
 class FirstKDense:
-    """`first_k_dense_replace`: number of leading dense layers; all other layers have experts."""
+    """`first_k_dense_replace`: number of leading dense layers. All other layers have experts."""
 
     hf_key: str = "first_k_dense_replace"
     default: int = 0
@@ -96,7 +96,7 @@ class ExpertLayerRange:
         return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the range; other patterns do not read back as the same model."""
+        """Write the range. Other patterns do not read back as the same model."""
         numbers = [i for i, layer in enumerate(model.decoder_layers) if layer.ffn.is_routed]
         start = numbers[0] if numbers else 0
         interval = numbers[1] - start if len(numbers) > 1 else 1
@@ -229,7 +229,7 @@ class UniformWindow:
         return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", minimum=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the window; layers of several kinds do not read back as the same model."""
+        """Write the window. Layers of several kinds do not read back as the same model."""
         return {"sliding_window": model.sliding_window or None}
 
 
@@ -260,7 +260,7 @@ class OneLayerType:
 class IndexerTypes:
     """`indexer_types` of GLM-MoE-DSA, or the older keys that describe the same list.
 
-    A "full" layer has an indexer; a "shared" layer attends to the keys that the last full layer selected
+    A "full" layer has an indexer. A "shared" layer attends to the keys that the last full layer selected
     (arXiv:2603.12201).
     """
 

@@ -24,7 +24,7 @@ CONSTANT_KEYS: dict[str, Any] = {
     "use_dora": False,
     "lora_bias": False,
 }
-"""Keys of adapter_config.json with their only legal value; they may be missing or empty."""
+"""Keys of adapter_config.json with their only legal value. They may be missing or empty."""
 PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights, other than true and false, that set initial adapters and keep the base weights."""
 _READ_KEYS = ("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "rank_pattern", "alpha_pattern")
@@ -119,7 +119,7 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a path may be relative to that folder."""
+    """Return the base weights of a folder of PEFT. A path may be relative to that folder."""
     base_name = keys.get("base_model_name_or_path") if base is None else str(base)
     paths = [] if not isinstance(base_name, str) or not base_name else [Path(base_name)]
     paths += [folder / path for path in paths if base is None and not path.is_absolute()]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Bounds = NDArray[np.int64]
 Key = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 """Function of the FLOPs and the bytes of the ranks of many splits, [splits, ranks] each. It returns the columns of a
-sort key, most important first; the smallest row is the best split."""
+sort key, most important first. The smallest row is the best split."""
 
 PATIENCE = 32
 """Moves without a better split after which the search ends."""

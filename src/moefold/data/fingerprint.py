@@ -130,7 +130,7 @@ def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
 
 
 LOCATION_KEYS = ("path", "tokenizer", "chat_template")
-"""Keys of [data] with locations of files; the files are compared, not their names."""
+"""Keys of [data] with locations of files. The files are compared, not their names."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class DataFiles:
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files, as `fingerprint` returns them, by purpose; the order has the keys of [data]."""
+    """Sort the names of data files, as `fingerprint` returns them, by purpose. The order has the keys of [data]."""
     path = order.get("path", "")
     paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
     roles = _roles(order)
@@ -178,7 +178,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 def current_names(
     old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the current names of the files of a checkpoint, by their names there; a file may be missing."""
+    """Return the current names of the files of a checkpoint, by their names there. A file may be missing."""
     renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
     if len(old.paths) == len(new.paths):
         for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):

@@ -109,7 +109,7 @@ class SampleSource(ABC):
 
     @property
     def dropped_samples(self) -> list[range]:
-        """Ranges of the numbers of the dropped samples, ascending and disjoint; the others keep their numbers."""
+        """Ranges of the numbers of the dropped samples, ascending and disjoint. The others keep their numbers."""
         return []
 
 

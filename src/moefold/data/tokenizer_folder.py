@@ -159,9 +159,9 @@ class TokenizerFolder:
     ids: Mapping[str, int]
     """Ids of the special tokens, and of `END_OF_TEXT_NAMES` in the vocabulary."""
     special_tokens: Mapping[str, str]
-    """Declared tokens by name, such as `bos_token`; a template may use each by its name."""
+    """Declared tokens by name, such as `bos_token`. A template may use each by its name."""
     templates: Mapping[str, str]
-    """Chat templates by name; a template without a name is `DEFAULT_TEMPLATE`."""
+    """Chat templates by name. A template without a name is `DEFAULT_TEMPLATE`."""
     template_file: Path
     """Origin of the templates, for messages."""
     ends: tuple[int, ...]
@@ -357,7 +357,7 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Return the chat templates of a folder by name, and their origin; files replace all templates in the settings."""
+    """Return the chat templates of a folder by name, and their origin. Files replace all templates in the settings."""
     templates = {}
     file = folder / CHAT_TEMPLATE_FILE
     if file.is_file():

@@ -158,7 +158,7 @@ Notify = Callable[[str], None]
 def prepare_evaluation(
     request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
 ) -> EvalJob:
-    """Check an evaluation before any rank starts; a default sequence length is notified.
+    """Check an evaluation before any rank starts. A default sequence length is notified.
 
     Raises:
         ConfigError: the model, the data, an option or the mapping cannot work, or the memory is too small.

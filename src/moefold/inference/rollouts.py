@@ -47,7 +47,7 @@ class CollectedRollouts:
     """Groups in the order of the prompts."""
     failures: list[FailedReward]
     rollout_s: float
-    """Seconds of sampling on the slowest rank; the job's rate is the number of all groups divided by it."""
+    """Seconds of sampling on the slowest rank. The job's rate is the number of all groups divided by it."""
     reward_s: float
     """Additional seconds until all ranks had the rewards."""
     shards: list[int] = field(default_factory=list)

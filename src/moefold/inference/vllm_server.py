@@ -44,7 +44,7 @@ MAX_SHOWN = 300
 
 
 class VllmError(RunError):
-    """The server cannot be reached, or its answer is not from vLLM; the message has the way out."""
+    """The server cannot be reached, or its answer is not from vLLM. The message has the way out."""
 
 
 def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: bool) -> str:

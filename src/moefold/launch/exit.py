@@ -56,7 +56,7 @@ def oom_reason(error: BaseException | None) -> str:
     """Return the first sentence of an out-of-memory error, or "" for any other error.
 
     Args:
-        error: an exception; the chain of its `__cause__` is searched too.
+        error: an exception. The chain of its `__cause__` is searched too.
     """
     while error is not None:
         if _is_oom_error(error):
@@ -131,7 +131,7 @@ class SingleReporter:
             self._opened.append(self._lock)
 
     def close(self) -> None:
-        """Close the files; the reporter then prints without asking other ranks."""
+        """Close the files. The reporter then prints without asking other ranks."""
         self._lock = None
         for lock in self._opened:
             lock.close()

@@ -65,7 +65,7 @@ class RankMembership:
     number: int
     """0 for the ranks that were started."""
     members: tuple[int, ...]
-    """Job ranks that train, ascending; member i has rank i."""
+    """Job ranks that train, ascending. Member i has rank i."""
     spares: tuple[int, ...] = ()
     """Job ranks that wait, as the recipe does not fit a number of ranks with them."""
     lost: tuple[int, ...] = ()

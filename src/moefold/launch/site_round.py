@@ -14,7 +14,7 @@ from moefold.launch.signed_lines import Message
 GRACE_ROUNDS = 16
 """Number of past rounds for the estimate of the grace time."""
 MIN_GRACE_ROUNDS = 8
-"""Minimum number of past rounds for an estimate; with fewer, a round waits for late sites up to sites.timeout_s."""
+"""Minimum number of past rounds for an estimate. With fewer, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
 PAIRS_SETTING = "sites.topology"
 """Name of the setting whose value "pairs" lets the meeting point, also an older one, divide members into pairs."""
@@ -30,7 +30,7 @@ class RoundRequest:
     digest: int
     timeout_s: float
     is_last: bool
-    """True if no step follows the round; then no state is given after it."""
+    """True if no step follows the round. Then no state is given after it."""
     merges: bool
     """True if all sites take the mean of their weights, under every topology."""
 
@@ -74,7 +74,7 @@ class MeetingRound:
 
 
 def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return random pairs of the members of a round; one member is left if their number is odd.
+    """Return random pairs of the members of a round. One member is left if their number is odd.
 
     The permutation depends on the arguments only, so that a run can be repeated.
     """

@@ -352,7 +352,7 @@ class StoreReporter(threading.Thread):
         num_unable = sum(state in (GONE, STOPPED) for state in self.local_peer_states().values())
         wait_until(lambda: store.add("answers", 0) + 1 >= self._rank_env.world_size - num_unable, REPORT_WAIT_S)
         reports = self._gather_reports()
-        # A rank that failed by itself has printed its own message; the lost connection is a consequence.
+        # A rank that failed by itself has printed its own message. The lost connection is a consequence.
         if not (
             is_lost_peer and any(report.exit_status in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())
         ):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
-"""Parameters that `FusedBlock` reads, without the shared expert; a layer with other parameters keeps its modules."""
+"""Parameters that `FusedBlock` reads, without the shared expert. A layer with other parameters keeps its modules."""
 BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
@@ -100,7 +100,7 @@ class FusedBlock:
     kernel does not support stays a module too, and chooses the experts between the two calls of the kernel.
 
     Args:
-        block: a layer that `supports_fused`; its weights must not change as long as this object is used.
+        block: a layer that `supports_fused`. Its weights must not change as long as this object is used.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class FusedLayers:
     """Forward pass of all layers of a stage: one call if the kernel computes whole layers, otherwise layer by layer.
 
     Args:
-        blocks: in their order; they share the pass of the decoder.
+        blocks: in their order. They share the pass of the decoder.
     """
 
     def __init__(self, blocks: Sequence[FusedBlock], decode_pass: "CDecodePass", current_pass: CurrentPass) -> None:

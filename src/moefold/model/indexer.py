@@ -163,7 +163,7 @@ class LightningIndexer(nn.Module):
         """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
 
         Args:
-            attended: output of attention; its gradient is unchanged.
+            attended: output of attention. Its gradient is unchanged.
             index: projections of this rank's own queries; None where the indexer does not learn.
             selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
             sums_SBK: attention probabilities summed over this rank's heads.

@@ -75,7 +75,7 @@ class CastCopy:
     """True if the copy has the values of the parameter; if not, a reader casts the parameter."""
 
     def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `parameter.to(dtype)` without a cast; the gradient of each use is cast before it is added."""
+        """Return `parameter.to(dtype)` without a cast. The gradient of each use is cast before it is added."""
         if self.values is None:
             self.values = parameter.detach().to(dtype)
         assert self.values.dtype == dtype
@@ -107,7 +107,7 @@ class CastCopies:
 
     @contextmanager
     def fresh(self) -> Iterator[None]:
-        """Refresh the copies in place, and use them inside this context; no parameter may change there."""
+        """Refresh the copies in place, and use them inside this context. No parameter may change there."""
         pairs = [(copy.values, parameter.detach()) for parameter, copy in self._copies if copy.values is not None]
         if pairs:
             copies, parameters = zip(*pairs, strict=True)

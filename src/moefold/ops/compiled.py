@@ -1,8 +1,8 @@
 """Element-wise parts of a block, fused by `torch.compile` (`run.compile`): QK norm with RoPE, and SwiGLU.
 
 Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
-overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static;
-each combination of shapes and of gradients is compiled once for each model.
+overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static.
+Each combination of shapes and of gradients is compiled once for each model.
 """
 
 import os
@@ -23,7 +23,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors with Inductor at its first call; a graph break is an error."""
+    """Compile a function of tensors with Inductor at its first call. A graph break is an error."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 

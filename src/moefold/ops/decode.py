@@ -110,7 +110,7 @@ class DecodeChoice:
         """Return whether to compute a layer by the kernel; run both ways in the first pass of this number of rows.
 
         Args:
-            kind: kind of the layer; layers of a kind take equally long.
+            kind: kind of the layer. Layers of a kind take equally long.
             num_rows: rows of the pass.
             fused: computes the layer by the kernel.
             modules: computes it by its modules.

@@ -73,7 +73,7 @@ class PackedDocuments:
 
     @staticmethod
     def of_starts(starts_SB: Tensor) -> "PackedDocuments":
-        """Build the documents from the start of each token's document; the host waits if the tensor is on a GPU."""
+        """Build the documents from the start of each token's document. The host waits if the tensor is on a GPU."""
         return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
 
     @staticmethod

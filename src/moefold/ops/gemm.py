@@ -80,14 +80,14 @@ class Gemm:
         return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-        """Write x @ w.T into `out`; rows of x beyond the rows of `out` are padding."""
+        """Write x @ w.T into `out`. Rows of x beyond the rows of `out` are padding."""
         if _supports_mm_out(out_MN, x_MK):
             torch.mm(x_MK, w_NK.t(), out=out_MN)
         else:
             out_MN.copy_(self.matmul(x_MK, w_NK)[: len(out_MN)])
 
     def matmul_add_out(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
-        """Write the sum of two GEMMs, (x, w) of each, into `out`; it is rounded once to the dtype of `out`."""
+        """Write the sum of two GEMMs, (x, w) of each, into `out`. It is rounded once to the dtype of `out`."""
         if _supports_mm_out(out_MN, first[0]):
             torch.mm(first[0], first[1].t(), out=out_MN)
             out_MN.addmm_(second[0], second[1].t())
@@ -120,7 +120,7 @@ class Gemm:
             out_KN += self.weight_gradient(x_MK, grad_MN)
 
     def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """Compute `matmul` with a result in float32 at least; a CPU's bfloat16 instructions may round it first."""
+        """Compute `matmul` with a result in float32 at least. A CPU's bfloat16 instructions may round it first."""
         if _supports_fp32_output(x_MK, w_NK):
             return torch.mm(x_MK, w_NK.t(), out_dtype=torch.float32)
         is_low_precision = x_MK.element_size() < torch.float32.itemsize

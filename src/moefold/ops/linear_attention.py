@@ -38,7 +38,7 @@ def recurrent_linear_attention(
     """Compute gated linear attention token by token.
 
     Args:
-        q: queries, [S, B, G, D]; each serves A/G consecutive value heads.
+        q: queries, [S, B, G, D]. Each serves A/G consecutive value heads.
         k: keys, [S, B, G, D].
         v: values, [S, B, A, Dv].
         log_decay: logarithm of the decay before each token, at most 0, [S, B, A, 1 or D].
@@ -175,7 +175,7 @@ def _to_chunks(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Products within the chunks, [N, B, A, C, ...]; the states between them follow from `scan`."""
+    """Products within the chunks, [N, B, A, C, ...]. The states between them follow from `scan`."""
 
     read_keys: Tensor
     """Queries with the decay since the start of the chunk, which read the state before it, [.., C, D]."""

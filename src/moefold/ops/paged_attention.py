@@ -17,7 +17,7 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 
 @dataclass(frozen=True)
 class PageSegments:
-    """Segments of a pass: consecutive rows of one sample; their keys are the last keys of the sample."""
+    """Segments of a pass: consecutive rows of one sample. Their keys are the last keys of the sample."""
 
     starts: Tensor
     """First row of each segment, and the end of the last, int32 [N + 1]."""
@@ -48,7 +48,7 @@ def write_pages(
         k_RGD: keys of the rows, [R, G, D].
         v_RGD: values, [R, G, D].
         page_R: page of each row, int64 [R].
-        slot_R: slot in that page, int64 [R]; no two rows have the same slot of a page.
+        slot_R: slot in that page, int64 [R]. No two rows have the same slot of a page.
     """
     key_pages[page_R, :, :, slot_R] = k_RGD
     value_pages[page_R, :, slot_R] = v_RGD

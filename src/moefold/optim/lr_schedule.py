@@ -127,7 +127,7 @@ def _decays(train: TrainConfig, steps: int) -> bool:
 
 
 def _ends_lower(train: TrainConfig, steps: int) -> bool:
-    """Return whether the schedule has ended below the peak after `steps`; a schedule without an end never has."""
+    """Return whether the schedule has ended below the peak after `steps`. A schedule without an end never has."""
     rate = chosen_in(train, LrSchedulePart).rate
     peak = _peak_step(train)
     return _decays(train, steps) and rate(train.lr, peak, steps, steps) != rate(train.lr, peak, steps, 2 * steps)

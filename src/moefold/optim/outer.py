@@ -64,7 +64,7 @@ class OuterOptimizer(OuterWeights):
         """Undo `begin_next` after a failed exchange, whose round is not applied. Local.
 
         Args:
-            delta: result of `difference`; the residual has not changed since.
+            delta: result of `difference`. The residual has not changed since.
         """
 
     def apply(

@@ -24,7 +24,7 @@ class PerRankGradDots:
     """Gram matrix <g_i, g_j> of the gradients that members i, j of a data-parallel group contribute to the reduction.
 
     In an all-to-all, which sends as many bytes as the reduction itself, member k gets the k-th part of every g_i. It
-    adds the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
+    adds the dot products of these parts to its matrix. The sum of the matrices of all members is exact. Nothing is sent
     unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
 
     With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over

@@ -61,7 +61,7 @@ class MemoryByPart:
     """Tensor bytes by part: for each part that any rank has, a list with one number per rank."""
 
     peak_bytes: dict[str, list[int]]
-    """Bytes at the rank's peak within the forward and backward passes; the sum over the parts is that peak."""
+    """Bytes at the rank's peak within the forward and backward passes. The sum over the parts is that peak."""
     current_bytes: dict[str, list[int]]
     """Bytes after the backward passes, with all gradients, before the optimizer update."""
 

@@ -33,7 +33,7 @@ class _Gathered:
     values: Tensor
     """All shards, flat, in the order of the members."""
     own_shard: Tensor
-    """The part of `values` that this rank writes; it does not share the version counter of `values`."""
+    """The part of `values` that this rank writes. It does not share the version counter of `values`."""
 
 
 def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
@@ -46,7 +46,7 @@ def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) 
         modules: FSDP modules over the group of the exchange, in the same order on all members.
 
     Returns:
-        The gathered parameters; they hold memory of all processes, whether they are in use or not.
+        The gathered parameters. They hold memory of all processes, whether they are in use or not.
     """
     groups = [group for group in map(fsdp_param_group, modules) if group is not None and _is_served(group)]
     members = exchange.group

@@ -256,7 +256,7 @@ class Yarn(ContextScaling, kind="yarn"):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(ContextScaling, kind="longrope"):
-    """Divide each frequency by its own factor; sequences beyond the original context have other factors.
+    """Divide each frequency by its own factor. Sequences beyond the original context have other factors.
 
     arXiv:2402.13753.
     """

@@ -30,7 +30,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     """Return the recipe with the fastest mapping that fits, and a description of the choice.
 
     Args:
-        given: the keys that the recipe sets; keys of a mapping among them are fixed.
+        given: the keys that the recipe sets. Keys of a mapping among them are fixed.
 
     Raises:
         ConfigError: nothing is legal, or nothing fits.
@@ -79,7 +79,7 @@ def _plan_request(base: Config, num_ranks: int, machine: DetectedMachine, fixed:
         base_config=cfg,
         model_spec=replace(model_spec_from_config(cfg.model), name=cfg.model.preset or "the model"),
         device=device,
-        # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them; the
+        # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them. The
         # description reports it.
         workload=workload_from_config(
             known.run,

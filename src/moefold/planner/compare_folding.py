@@ -114,7 +114,7 @@ def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[Fo
     """Return the comparison for each sequence length, with the same number of tokens in a step.
 
     Args:
-        request: the model, the GPUs, and the batch at the request's own length; its method does not count.
+        request: the model, the GPUs, and the batch at the request's own length. Its method does not count.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.

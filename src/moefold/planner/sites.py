@@ -91,7 +91,7 @@ class SiteRate:
     utilisation: float
     """Share of the time that a site trains."""
     bytes_per_day: float
-    """Bytes that a site sends in a day; it receives equally many."""
+    """Bytes that a site sends in a day. It receives equally many."""
 
     @property
     def reaches_target(self) -> bool:

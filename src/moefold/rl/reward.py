@@ -74,7 +74,7 @@ def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]
 
 
 def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether each group has two different rewards, [P]; only such groups have a gradient. NaN: no reward."""
+    """Return whether each group has two different rewards, [P]. Only such groups have a gradient. NaN: no reward."""
     low = np.min(np.where(np.isnan(rewards_PG), np.inf, rewards_PG), axis=1)
     high = np.max(np.where(np.isnan(rewards_PG), -np.inf, rewards_PG), axis=1)
     mixed: NDArray[np.bool_] = high > low
@@ -238,7 +238,7 @@ def _is_finite(score: Any) -> bool:
 
 
 def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Check the reward functions of a recipe; a Python function is called once with two completions.
+    """Check the reward functions of a recipe. A Python function is called once with two completions.
 
     A verifier needs its columns in each of the prompts, at least one.
 

@@ -26,7 +26,7 @@ TOLERANCE_UNIT = 1_000_000
 
 
 class TokenRanges(NamedTuple):
-    """Disjoint ranges of tokens, ascending, with a gap between any two; their rows are in this order in a buffer."""
+    """Disjoint ranges of tokens, ascending, with a gap between any two. Their rows are in this order in a buffer."""
 
     firsts: Integers
     """Number of the first token of each range."""
@@ -107,7 +107,7 @@ class Exchange:
 class AttentionPlan:
     """Tasks of a micro-batch set, in columns, by the rank that computes, then number of the first token.
 
-    A task is rows of one document; each attends to the keys of the document up to its own.
+    A task is rows of one document. Each attends to the keys of the document up to its own.
 
     Args:
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
@@ -419,7 +419,7 @@ class _Balancer:
         return full * (full + 1) // 2 + (rows - full) * window
 
     def _receiving_rank(self, source: int, document: int, needed: int) -> int:
-        """Return the rank that takes rows; it always has less work than the limit."""
+        """Return the rank that takes rows. It always has less work than the limit."""
         room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._compute_ranks(document)}
         holder = max(room, key=lambda rank: (room[rank], -rank))
         if room[holder] >= needed:
@@ -432,7 +432,7 @@ class _Balancer:
         return compute_rank
 
     def _compute_ranks(self, document: int) -> list[int]:
-        """Return the ranks that compute rows of a document; they hold or receive keys of it."""
+        """Return the ranks that compute rows of a document. They hold or receive keys of it."""
         if document not in self._ranks_of_document:
             order, documents = self._tasks_by_document
             first, stop = np.searchsorted(documents, (document, document + 1))
@@ -463,7 +463,7 @@ class _Balancer:
 
 
 def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
-    """Return the plan after the moves; a task's moves are in order, each ends where the next move begins, backwards."""
+    """Return the plan after the moves. A task's moves are in order, each ends where the next move begins, backwards."""
     if not moves:
         return plan
     tasks, firsts, stops, compute_ranks = (np.array(column, np.int64) for column in zip(*moves, strict=True))

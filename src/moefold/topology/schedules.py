@@ -35,7 +35,7 @@ def overlapped_schedules() -> tuple[str, ...]:
 def schedule_row(
     schedule: str | Part, rank: int, pp: int, virtual_stages: int, num_micro_batches: int, *, overlap: bool = False
 ) -> SlotRow:
-    """Return the slots of one pipeline rank; with pp=1, micro-batches follow each other under every schedule.
+    """Return the slots of one pipeline rank. With pp=1, micro-batches follow each other under every schedule.
 
     Args:
         schedule: as in `schedule_named`.

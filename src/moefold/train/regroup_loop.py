@@ -110,7 +110,7 @@ class RankLossLog(Callback):
 
 
 def _drop_frames(error: Exception) -> None:
-    """Drop the stack frames of an exception and of its causes, which hold the model; their text becomes a note."""
+    """Drop the stack frames of an exception and of its causes, which hold the model. Their text becomes a note."""
     chain: list[BaseException] = [error]
     for cause in chain:
         chain += [other for other in (cause.__cause__, cause.__context__) if other is not None and other not in chain]
@@ -219,7 +219,7 @@ class RegroupLoop:
 
     Args:
         watchdog: reports the last activity of a lost rank.
-        train: trains one generation; nothing may hold its groups once it has returned or raised.
+        train: trains one generation. Nothing may hold its groups once it has returned or raised.
     """
 
     def __init__(

@@ -288,7 +288,7 @@ class _RunLocks:
         """Acquire the locks unless this process holds them.
 
         Args:
-            starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
+            starts_run: whether the job starts. A successor of rank 0 finds the files that the job has written.
         """
         if self._is_held:
             return

@@ -1,6 +1,6 @@
 """Rules on routing, load balancing and shortcut-connected MoE, and the requirements of DeepEP.
 
-DeepEP is refused if the recipe names it; with "auto" the reasons decide the fallback.
+DeepEP is refused if the recipe names it. With "auto" the reasons decide the fallback.
 """
 
 from collections.abc import Iterator

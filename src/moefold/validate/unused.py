@@ -341,7 +341,7 @@ def _has_layers(model: ModelConfig) -> bool:
 
 
 def _is_set(cfg: Config, name: str) -> bool:
-    """Return whether a key differs from its default; a key of an absent table does not."""
+    """Return whether a key differs from its default. A key of an absent table does not."""
     owner, _, setting = name.rpartition(".")
     table = read_key(cfg, owner)
     part: Any = type(table)

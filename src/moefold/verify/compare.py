@@ -122,7 +122,7 @@ def _rounding_amplification(train: TrainConfig, num_steps: int) -> float:
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
-    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor; the
+    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor. The
     error of a number is its relative deviation. The error is infinite if a tensor is missing on one side, has another
     shape, or contains NaN.
 

@@ -1,6 +1,6 @@
 """Oracle routing: scores, top-k choice, token dropping, balancing and auxiliary losses, token by token.
 
-Shapes are batch-first, [B, S, ...]; no code is shared with the trainer.
+Shapes are batch-first, [B, S, ...]. No code is shared with the trainer.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ class OracleRouter:
         if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
         pairs = self._balanced_pairs(batches, self.last_counts.get(last_counts_name(layer)), self._num_micro_batches)
-        # Each token of the global batch has the same weight; padding has weight 0.
+        # Each token of the global batch has the same weight. Padding has weight 0.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
         shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in pairs]
         return self._model.num_router_choices * torch.stack(shares).sum() / num_tokens

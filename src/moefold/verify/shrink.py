@@ -41,7 +41,7 @@ MAX_MTP_LAYERS = 2
 MAX_RANKS = 16
 """Limit of the ranks of a small recipe, if its mapping allows so few."""
 MAX_STAGES = 8
-"""Limit of the pipeline stages over all ranks; above it the number of virtual stages is reduced."""
+"""Limit of the pipeline stages over all ranks. Above it the number of virtual stages is reduced."""
 AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 

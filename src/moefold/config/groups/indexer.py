@@ -44,7 +44,7 @@ class IndexerPart(Part):
     num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Heads of the indexer, J."""
     head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
-    """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
+    """Width of a head of the indexer. Its first dims have RoPE, as many as a head of attention has."""
     rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
@@ -103,7 +103,7 @@ class IndexerPart(Part):
     def saved_in_warmup(self, sizes: "LayerSizes", num_heads: int, source: int) -> Counter[str]:
         """Return the saved bytes of a layer in the warm-up, when only the indexers have gradients.
 
-        The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss; the keys'
+        The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss. The keys'
         gradients are saved once for each block of queries.
 
         Args:

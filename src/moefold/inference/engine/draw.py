@@ -104,7 +104,7 @@ def _choose_part(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
-    """Return weights proportional to the probabilities, int64; weights below `min_p` times the largest are 0."""
+    """Return weights proportional to the probabilities, int64. Weights below `min_p` times the largest are 0."""
     scaled_NV = logits_NV.double()
     if temperature != 1:
         scaled_NV = scaled_NV / temperature

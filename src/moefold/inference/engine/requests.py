@@ -41,7 +41,7 @@ class Request:
     """One sample to generate: the continuation of a prompt.
 
     The tokens are a pure function of the weights, the prompt, the sampling parameters, `prompt_number` and
-    `sample_number`; the other requests, their order and the engine's settings have no effect on them.
+    `sample_number`. The other requests, their order and the engine's settings have no effect on them.
     """
 
     prompt: tuple[int, ...]

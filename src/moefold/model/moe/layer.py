@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
             self.last_counts_E.copy_(tokens_per_expert_E)
 
     def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, `y` is the shared expert only.
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same. With `is_shortcut`, `y` is the shared expert only.
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
         """

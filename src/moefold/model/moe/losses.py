@@ -33,7 +33,7 @@ def local_load_balancing_loss(
 
     f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
     score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and
-    the loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te; a
+    the loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te. A
     group without tokens adds 0.
 
     Args:
@@ -216,7 +216,7 @@ class RouterLosses:
     ) -> Tensor:
         """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
         if last_counts_E is not None:
-            # Even before the first step, when all are 0; without a wait for the device.
+            # Even before the first step, when all are 0. Without a wait for the device.
             return torch.where(last_counts_E.any(), last_counts_E, 1).unsqueeze(0)
         if not self._balance.accumulates:
             if tokens.placed is not None:

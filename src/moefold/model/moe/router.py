@@ -84,7 +84,7 @@ class RoutingDecision:
     """Routing of the T tokens of this rank. Floating-point fields are in float32 or float64."""
 
     ids_TK: Tensor
-    """Chosen experts, best first, int64 [T, K]; the K experts of a token differ."""
+    """Chosen experts, best first, int64 [T, K]. The K experts of a token differ."""
     probs_TK: Tensor
     """Routing probability of each choice, [T, K]."""
     scores_TE: Tensor

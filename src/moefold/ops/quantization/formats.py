@@ -35,7 +35,7 @@ class QuantFormat:
     block_size: int
     """Values of an activation or a gradient that share a scale."""
     weight_block_rows: int
-    """Rows of a weight that share a scale; its blocks are as long as the blocks of activations."""
+    """Rows of a weight that share a scale. Its blocks are as long as the blocks of activations."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """(amax / max_value of each block, its maximum over the tensor) -> the stored scales."""
 
@@ -43,7 +43,7 @@ class QuantFormat:
 def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> Tensor:
     """Quantise in blocks [block_rows, block_size] and dequantise: the values that the hardware would multiply.
 
-    Blocks begin at the first row and column; the last blocks may be incomplete.
+    Blocks begin at the first row and column. The last blocks may be incomplete.
 
     Args:
         x_MK: [M, K].

@@ -52,7 +52,7 @@ def torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledMMLinear(EmulatedLinear):
-    """Linear backend with the GEMMs of the emulation on tensor cores; only the order of sums differs."""
+    """Linear backend with the GEMMs of the emulation on tensor cores. Only the order of sums differs."""
 
     scaled_mm: Callable[..., Tensor] = torch_scaled_mm
     """Function with the signature of `torch.nn.functional.scaled_mm`."""
@@ -128,7 +128,7 @@ def scaled_mm_unsupported_reason(
     for name, arguments in (("forward", (x, w)), ("input_gradient", (grad, w)), ("weight_gradient", (grad, x))):
         try:
             actual = getattr(linear, name)(*arguments)
-        # Any error means that the device does not support these GEMMs; it is reported in the run's message.
+        # Any error means that the device does not support these GEMMs. It is reported in the run's message.
         except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
             return f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}"
         expected = getattr(emulated, name)(*arguments).float()

@@ -89,7 +89,7 @@ class ScaledMMFp8Linear(Fp8Linear):
         return x.dtype == torch.bfloat16 and self.expert_ops.block_size == SCALED_MM_BLOCK and is_whole
 
     def _multiply(self, a: QuantizedTensor, b_values: Tensor, b_scales: Tensor, b_recipe: Any) -> Tensor:
-        """Compute a @ b.T in bfloat16; the scales of b are stored transposed, like the scales of a."""
+        """Compute a @ b.T in bfloat16. The scales of b are stored transposed, like the scales of a."""
         no_swizzle = F.SwizzleType.NO_SWIZZLE
         return self._scaled_mm(
             a.values, b_values.t(), a.scales.t(), F.ScalingType.BlockWise1x128, b_scales.t(), b_recipe,

@@ -78,7 +78,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return SelectedKernels()
     reason = triton_unsupported_reason(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
-        # In float32 the Triton GEMMs would not use the tensor cores; torch's GEMMs may.
+        # In float32 the Triton GEMMs would not use the tensor cores. Torch's GEMMs may.
         return SelectedKernels(
             message=f"{Setting('run.kernels', 'auto')}: plain, as {reason or Setting('run.dtype', cfg.run.dtype)}"
         )
@@ -95,7 +95,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
 
 
 def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
-    """Set the selected kernels on the layers; call it before `set_positions`.
+    """Set the selected kernels on the layers. Call it before `set_positions`.
 
     The embedding, the head and the routers compute in higher precision than the layers.
     """

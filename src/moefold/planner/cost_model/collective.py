@@ -49,7 +49,7 @@ def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     """
     slowest = latency = 0.0
     for link, below, units in levels_of(device, group):
-        # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
+        # All bytes pass every link of a ring. Each rank of a unit adds its own NIC to the ring of this level.
         slowest = max(slowest, full_bytes * (units - 1) / units / below / link.reached_bytes_per_s)
         latency += link.latency_s * (log2(units) + 1)
     return slowest + latency

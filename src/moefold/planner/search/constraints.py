@@ -68,7 +68,7 @@ AxisValues = Mapping[str, Any]
 
 
 def _samples_per_dispatch(values: AxisValues) -> float:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number.
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp). Equal ratios of integers give the same number.
 
     It is 0 for a dispatcher without its own rules, which alone may read the tokens of a dispatch.
     """
@@ -147,7 +147,7 @@ class MappingConstraints:
     """Cached results of the runtime's rules for the mappings of one recipe.
 
     Args:
-        cfg: a recipe; its mapping gives only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout`.
+        cfg: a recipe. Its mapping gives only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout`.
 
     Raises:
         ConfigError: the recipe cannot run under any mapping.
@@ -225,7 +225,7 @@ class Fold(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """The degrees that determine the fold; dp and edp follow."""
+        """The degrees that determine the fold. Dp and edp follow."""
         return {axis: getattr(self, axis) for axis in DEGREES}
 
 
@@ -289,7 +289,7 @@ class Restriction:
     method: str = FOLDED
     """A key of `METHODS`."""
     offload: bool = False
-    """True if offload of activations and moments is searched; a fixed or the recipe's own offload is searched too."""
+    """True if offload of activations and moments is searched. A fixed or the recipe's own offload is searched too."""
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""

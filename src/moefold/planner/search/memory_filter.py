@@ -28,7 +28,7 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 SHARDED_PARTS = ("weights", "gradients", "optimizer")
-"""Parts of the states; every rank holds at least its share of them."""
+"""Parts of the states. Every rank holds at least its share of them."""
 
 ByteCounts = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]

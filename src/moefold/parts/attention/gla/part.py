@@ -41,7 +41,7 @@ class GlaPart(LinearAttentionPart):
         yield norm_param("norm", self.value_head_dim, drawn="ones")
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the states; each is read and written once, and decays."""
+        """Return the states. Each is read and written once, and decays."""
         return AttentionCore(
             state_size=self.state_size, transition_size=self.transition_size, state_flops=6 * self.state_size
         )

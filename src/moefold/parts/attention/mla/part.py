@@ -45,7 +45,7 @@ class MlaPart(SoftmaxAttentionPart):
     qk_nope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of the part of a query and key head without RoPE."""
     qk_rope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 16
-    """Width of the part of a query and key head with RoPE; all heads share its key."""
+    """Width of the part of a query and key head with RoPE. All heads share its key."""
     v_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a value head."""
     scale_latents: bool = False
@@ -183,7 +183,7 @@ class MlaPart(SoftmaxAttentionPart):
         saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
         saved["attention"] += gate_bytes(self, sizes)
         if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
-            # The norm's output; the gate's projection has its own all-gather of it.
+            # The norm's output. The gate's projection has its own all-gather of it.
             saved["attention"] += sizes.hidden_bytes
         if self.indexer:
             # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.

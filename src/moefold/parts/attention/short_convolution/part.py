@@ -44,7 +44,7 @@ class ShortConvolutionPart(AttentionPart):
             yield ParamSpec("bo", (hidden,), "attention")
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the last tokens; the convolution counts as a matrix."""
+        """Return the last tokens. The convolution counts as a matrix."""
         return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
