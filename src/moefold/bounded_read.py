@@ -1,9 +1,9 @@
 """Bounded readers of untrusted files: limits on bytes, nesting depth and number of values.
 
 A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader refuses
-everything except regular files before opening, compares the size with a limit before reading, and never reads more than
-the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is the
-reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
+everything except regular files before opening. It compares the size with a limit before reading. It never reads more
+than the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is
+the reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
 """
 
 import errno

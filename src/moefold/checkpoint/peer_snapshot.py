@@ -1,8 +1,8 @@
 """Snapshots of a rank's state in its own host memory and in a peer's, and their restore under another mapping.
 
 After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends shards without a copy on
-another node to one peer. After a loss of ranks the other ranks still have every shard, and fill a new mapping of fewer
-ranks from memory, using the box arithmetic of `parallel/reshard.py` with snapshots instead of a model. See
+another node to one peer. After a loss of ranks the other ranks still have every shard. They fill a new mapping of fewer
+ranks from memory, with the box arithmetic of `parallel/reshard.py`, from snapshots instead of a model. See
 docs/design/048-peer-snapshots.md.
 """
 

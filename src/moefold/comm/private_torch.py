@@ -457,9 +457,9 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
 
     Args:
         group: a parameter group on a CPU, without offloading of its parameters.
-        reduce: takes this rank's gradients of whole parameters, those that are sharded along another dim than the first
-            with their shards one after the other along the first, the type to reduce in, and the numbers of the
-            parameters in the group; returns the gradients of this rank's shards.
+        reduce: takes this rank's gradients of whole parameters, the type to reduce in, and the numbers of the
+            parameters in the group. A gradient that is sharded along another dim than the first has its shards one
+            after the other along the first. Returns the gradients of this rank's shards.
     """
     # Another replacement may be there already.
     accumulate = partial(type(group).post_backward, group)

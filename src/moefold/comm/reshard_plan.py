@@ -3,10 +3,10 @@
 The mappings have the same ranks or disjoint ranks. If they are disjoint, the ranks of the target have higher numbers.
 
 Under one mapping, two shards of a tensor are equal or disjoint boxes. So the boxes of the source mapping cut the box
-that a rank needs into parts, and each part comes from one rank: from the rank itself if it holds the part, otherwise
-from a holder on the same node, otherwise from any holder. Among several holders, the holder that sends least so far is
-chosen. Parts that are sent are cut further and collected into buckets, so that no rank sends or receives more than a
-number of bytes in one bucket. The plan is a function of integers: every rank computes the same plan.
+that a rank needs into parts, and each part comes from one rank. That is the rank itself if it holds the part, otherwise
+a holder on the same node, otherwise any holder. Among several holders, the holder that sends least so far is chosen.
+Parts that are sent are cut further and collected into buckets, so that no rank sends or receives more than a number of
+bytes in one bucket. The plan is a function of integers: every rank computes the same plan.
 """
 
 from collections import defaultdict

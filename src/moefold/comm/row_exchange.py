@@ -55,7 +55,7 @@ class RowExchange:
 
     Each rank of an exchange writes the sizes of its segments to its peers, waits for a barrier, and reads the rows from
     the send buffers of its peers. Until the barrier of the next exchange, a peer may therefore still read a send buffer
-    of this exchange, and may already write the sizes of the next exchange: so two of each buffer alternate.
+    of this exchange, and may already write the sizes of the next one. So two of each buffer alternate.
 
     Args:
         ops: operations on symmetric memory over the ranks of ep.

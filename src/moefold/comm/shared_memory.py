@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: each maps the same pages, so a rank reads what another has written.
 
-The memory is anonymous (memfd): it has no name in /dev/shm, whose size a container limits, and the kernel frees it when
-the last process that maps it has ended in any way.
+The memory is anonymous (memfd), without a name in /dev/shm, whose size a container limits. The kernel frees it when the
+last process that maps it has ended in any way.
 """
 
 import mmap

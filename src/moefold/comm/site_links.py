@@ -1,9 +1,9 @@
 """Exchange between the ranks of the same number on several sites.
 
 Each site is a job with its own process groups. Rank r of a site has one gloo process group with rank r of the other
-sites of a round, built directly on a key-value store, which is not a store of the jobs. A thread exchanges and sums a
-vector in parts of bounded size, while training may continue. Every member adds the parts in the order of the members,
-so all of them get the same bits.
+sites of a round. It is built directly on a key-value store, which is not a store of the jobs. A thread exchanges and
+sums a vector in parts of bounded size, while training may continue. Every member adds the parts in the order of the
+members, so all of them get the same bits.
 """
 
 import time

@@ -34,6 +34,7 @@ from moefold.config.plugins import raise_missing
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
+    annotation_at,
     choices_of,
     closest_match,
     default_of,
@@ -43,7 +44,6 @@ from moefold.config.suggestions import (
     group_at,
     key_types,
     list_advice,
-    mark_at,
     paths_with,
     sections,
     wrong_kind,
@@ -242,7 +242,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     if not isinstance(keys, dict):
         return ""
     owner, dot, _ = key.partition(".")
-    is_setting = bool(dot) and mark_at(f"{section}.{owner}") is not None
+    is_setting = bool(dot) and annotation_at(f"{section}.{owner}") is not None
     value = parsed_value(text) if is_setting else _override_value(section, key, text)
     if group_at(path) is not None:
         value = resolve_kind_path(value, folder)
@@ -280,7 +280,7 @@ def _override_value(section: str, key: str, text: str) -> Any:
     value = parsed_value(text)
     types = get_args(key_types(section).get(key)) or (key_types(section).get(key),)
     takes_text = str in types and not (type(value) is int and int in types)
-    takes_table = mark_at(f"{section}.{key}") is not None
+    takes_table = annotation_at(f"{section}.{key}") is not None
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
@@ -308,9 +308,9 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     """Return whether a value is finite, not oversized and, for a choice, of its exact type."""
     if is_oversized(value):
         return False
-    mark = mark_at(f"{section}.{key}")
-    if isinstance(mark, KindOf):
-        return isinstance(value, str) and mark.takes(value)
+    annotation = annotation_at(f"{section}.{key}")
+    if isinstance(annotation, KindOf):
+        return isinstance(value, str) and annotation.takes(value)
     if choices := choices_of(section, key):
         return any(value == choice and type(value) is type(choice) for choice in choices)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from moefold.config.aliases import moefold_value
 from moefold.config.plugins import (
-    class_faults,
+    class_problems,
     entry_point_of,
     entry_points_of,
     load_entry_point,
@@ -155,7 +155,7 @@ def check_class(part: Any, base: type[Any], origin: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if faults := "; it ".join(class_faults(part, base)):
+    if faults := "; it ".join(class_problems(part, base)):
         raise ConfigError(f"{origin} {faults}")
 
 

@@ -40,12 +40,12 @@ from moefold.config.plugins import (
     split_file_kind,
 )
 from moefold.config.suggestions import (
+    annotation_at,
     closest_match,
     group_at,
     join_with_or,
     kind_settings,
     list_advice,
-    mark_at,
     owners_of,
     part_class_problem,
     wrong_kind,
@@ -85,7 +85,7 @@ def _import_part_files_in(path: str, table: Any, folder: Path) -> None:
         if is_open and split_file_kind(str(kind)) is not None and group_at(f"{path}.{key}"):
             kind, origin = import_file(str(kind), folder)
             table[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
-        if isinstance(value, dict) and mark_at(f"{path}.{key}") is not None:
+        if isinstance(value, dict) and annotation_at(f"{path}.{key}") is not None:
             _import_part_files_in(f"{path}.{key}", table[key], folder)
 
 
@@ -130,27 +130,27 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         return None
     if isinstance(value, Part | Table):
         return value
-    mark = mark_at(name)
-    assert mark is not None
-    if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
+    annotation = annotation_at(name)
+    assert annotation is not None
+    if not isinstance(value, dict) and not (isinstance(annotation, KindOf) and isinstance(value, str)):
         expected = "a table" if default is not None else 'a table, or "none"'
-        keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
-        needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
+        keys = dict.fromkeys(setting for owner in owners_of(annotation) for setting in settings_of(owner))
+        needed = [key for owner in owners_of(annotation) for key in required_settings(owner)]
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
         raise ConfigError(brief_problem(name, value, f"must be {expected}", f"its keys are {', '.join(keys)}{hint}"))
-    if isinstance(mark, KindOf):
+    if isinstance(annotation, KindOf):
         kind = default.kind if isinstance(default, Part) else default
-        kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
+        kind = kind or next(filter(annotation.takes, built_in_kinds(annotation.group)))
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
         kind = table["kind"]
         is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
-        if is_own and not mark.takes(kind):
+        if is_own and not annotation.takes(kind):
             raise ConfigError(wrong_kind(name, kind))
         return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
         raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
-    return mark(**checked_settings(name, "", mark, value))
+    return annotation(**checked_settings(name, "", annotation, value))
 
 
 def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
@@ -166,15 +166,15 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):
         raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
-    mark = mark_at(name)
-    assert isinstance(mark, KindOf)
-    group = mark.group
+    annotation = annotation_at(name)
+    assert isinstance(annotation, KindOf)
+    group = annotation.group
     kind = table.pop("kind")
     if not isinstance(kind, str):
         way_out = f"write {kinds_text(group)}, or FILE.py:CLASS"
         raise ConfigError(Problem(f"{name}.kind", None, f"must be a text, and is {kind!r}", way_out))
     recorded = _read_origin(name, table.pop(SOURCE, {}))
-    part, origin = _class_of(name, mark, kind, recorded)
+    part, origin = _class_of(name, annotation, kind, recorded)
     _report_difference(name, kind, recorded, origin)
     values = checked_settings(name, kind, part, table)
     try:
@@ -202,14 +202,14 @@ def settings_of_other_kind(
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
-    mark = mark_at(name)
-    if not isinstance(mark, KindOf):
+    annotation = annotation_at(name)
+    if not isinstance(annotation, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
         kind_name, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, mark, kind_name, origin)
-    elif kind in kinds(mark.group):
-        part = find_part(mark.group, kind)
+        part, _ = _class_of(name, annotation, kind_name, origin)
+    elif kind in kinds(annotation.group):
+        part = find_part(annotation.group, kind)
     else:
         return {}, {}
     own_settings = settings_of(part)
@@ -321,11 +321,11 @@ def _read_origin(name: str, recorded: Any) -> Origin:
     return Origin(**recorded)
 
 
-def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
+def _class_of(name: str, annotation: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and its origin."""
-    group = mark.group
+    group = annotation.group
     base = find_group(group)
-    if kind in built_in_kinds(group) and mark.takes(kind):
+    if kind in built_in_kinds(group) and annotation.takes(kind):
         check_not_shadowed(group, kind)
         return find_part(group, kind), Origin()
     if split_file_kind(kind) is not None:

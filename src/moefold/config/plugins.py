@@ -219,7 +219,7 @@ def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     return dict(sorted(by_kind.items()))
 
 
-def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
+def class_problems(part: Any, base: type[Any]) -> Iterator[str]:
     """Yield the reasons why an object from outside is not a part of a group.
 
     Args:

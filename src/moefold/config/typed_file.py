@@ -59,10 +59,10 @@ def from_table(kind: type[T], tree: Mapping[str, Any], location: str, advice: st
         text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
         return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
-        raise ConfigError(f"{location}: {_describe_fault(kind, error, advice)}") from None
+        raise ConfigError(f"{location}: {_describe_problem(kind, error, advice)}") from None
 
 
-def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
+def _describe_problem(kind: Any, error: ValidationError, advice: str) -> str:
     """Describe the first fault: an unknown key, missing keys, or a wrong value."""
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():

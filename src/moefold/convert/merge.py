@@ -1,9 +1,9 @@
 """Weighted mean of checkpoints, tensor by tensor (model soups, arXiv:2203.05482), in bounded memory.
 
 A mean is only meaningful for weights that were trained from the same ancestor. Independent initialisations have
-unrelated orders of hidden dimensions and experts, so that their mean is useless. This can be tested: with a common
-ancestor, the embedding of a token, or the router row of an expert, is more similar to the row of the same token or
-expert in the other checkpoint than to any other row.
+unrelated orders of hidden dimensions and experts, so that their mean is useless. This can be tested. With a common
+ancestor, the embedding of a token or the router row of an expert has its most similar row in the other checkpoint at
+the same token or expert.
 """
 
 import math

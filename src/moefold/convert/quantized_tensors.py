@@ -1,7 +1,7 @@
 """Quantised weights of Hugging Face folders, block-wise FP8 and MXFP4: read as bfloat16, and written.
 
 A quantised weight is several tensors of a folder. Each pair is replaced by one tensor that is dequantised while it is
-read, some rows at a time, so that mapping, comparing and writing tensors do not depend on the formats.
+read, some rows at a time. So mapping, comparing and writing tensors do not depend on the formats.
 """
 
 import re

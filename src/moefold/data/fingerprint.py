@@ -1,8 +1,8 @@
 """Fingerprints of data files: hashes of a few blocks of a file detect that it has changed.
 
-A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them;
-with more than 4,096 files only the first and the last. A different length, header or end is always detected, and a
-rewritten file almost always, but not a change of some bytes in the middle of a large file. Tokenizers and chat
+A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them.
+With more than 4,096 files only the first and the last are read. A different length, header or end is always detected,
+and a rewritten file almost always, but not a change of some bytes in the middle of a large file. Tokenizers and chat
 templates are small, and a changed byte may change every id: they are also hashed as a whole.
 """
 

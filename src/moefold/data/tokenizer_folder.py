@@ -1,9 +1,10 @@
 """Reader of a tokenizer folder: ids, special tokens, chat templates and ends, like transformers.
 
 `read_tokenizer_folder` reads every file that `AutoTokenizer` uses: tokenizer.json, or vocab.json and merges.txt;
-tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and additional_chat_templates;
-config.json, which may choose the class of the tokenizer; and, for the ends of a text, generation_config.json. No code
-of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the declarations to it.
+tokenizer_config.json, special_tokens_map.json and added_tokens.json; chat_template.jinja and additional_chat_templates.
+It reads config.json too, which may choose the class of the tokenizer, and generation_config.json for the ends of a
+text. No code of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the
+declarations to it.
 """
 
 import json

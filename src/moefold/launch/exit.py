@@ -104,7 +104,7 @@ class SingleReporter:
 
     The flock selects the rank, and one byte in the file marks the message as printed. A later rank therefore prints
     nothing, even if the store and the printing rank are gone, and if a rank dies with the lock before printing, the
-    next rank takes over. Under our own launcher the file is the last record file; under other launchers it is an
+    next rank takes over. Under our own launcher the file is the last record file. Under other launchers it is an
     anonymous memfd of the lowest rank of the machine, which all of its ranks hold open.
     """
 

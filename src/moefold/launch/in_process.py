@@ -188,7 +188,7 @@ def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables of the functions on the traceback of an exception.
 
     They hold the process groups of the run. gloo closes the connections of a group when the group is freed, not when it
-    is destroyed: the other ranks would wait for this rank until `faults.timeout_s`.
+    is destroyed. The other ranks would wait for this rank until `faults.timeout_s`.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -6,10 +6,10 @@ one of its members is lost. Each survivor then frees its process groups, which c
 survivors wait on, and reports its arrival at the next generation. Once every rank of the old generation has arrived or
 is lost, the first survivor that sees it publishes the next generation, and all survivors accept it.
 
-A process counts as lost in three cases: it is gone without an exit status (the launcher and the ranks of its machine
-see that), a collective has failed and it reports nothing any more (it and the others of its machine are gone), or it
-does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as
-it does without regrouping.
+A process counts as lost in three cases. It is gone without an exit status, which the launcher and the ranks of its
+machine see. Or a collective has failed, and it reports nothing any more, like the other processes of its machine. Or it
+does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as it
+does without regrouping.
 
 Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, `generation/N` is
 written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read

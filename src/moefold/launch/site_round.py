@@ -87,8 +87,8 @@ def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
     """Return how long a round waits for late sites after the first site, or None if too few rounds are known.
 
     Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
-    loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds
-    divided by the number of sites, and at least `MIN_GRACE_S`.
+    loses its work of a round, and a wait for it delays the others. So the estimate is at least the time between two
+    rounds divided by the number of sites, and at least `MIN_GRACE_S`.
     """
     closed = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
     if len(closed) < MIN_GRACE_ROUNDS:

@@ -1,7 +1,7 @@
 """Store reporter: thread that reports the state of a rank to the job's store, and diagnoses a hang over all ranks.
 
-Its report of every second has the flight-recorder snapshot of the rank and the states of the processes of its machine,
-so that the ranks of the same machine notice a rank that died.
+Every second it reports the flight-recorder snapshot of the rank and the states of the processes of its machine. So the
+ranks of the same machine notice a rank that died.
 """
 
 import json

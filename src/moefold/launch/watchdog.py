@@ -166,7 +166,7 @@ class Watchdog:
         time.sleep(2.5 * self._store.period_s)
         reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line(error)}"
         self._request_diagnosis(reason, is_lost_peer=True)
-        # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
+        # The store may be gone because the rank that hosted it failed with its own message. Then its launcher ends the
         # other ranks, and a rank of the same machine finds the message marked as printed.
         wait_until(
             lambda: self.reporter.was_reported() or self._store.local_peer_states().get(0) == GONE,

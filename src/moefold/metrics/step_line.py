@@ -47,9 +47,9 @@ class Progress:
     Args:
         steps: last step of the run.
         first_step: first step of this process, 1-based; more than 1 after a resume.
-        stream: output stream. A terminal shows a live line, other streams plain lines: every step of a short run; in a
-            long run a step every few seconds, at a fixed interval in steps, and always the first, the last and
-            evaluated steps.
+        stream: output stream. A terminal shows a live line, other streams plain lines. A short run has a line for every
+            step. A long run has a line every few seconds, at a fixed interval in steps, and always for the first, the
+            last and evaluated steps.
         line: formatter of the steps.
         clock: clock for step times and line intervals.
         on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.

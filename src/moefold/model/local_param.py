@@ -96,8 +96,8 @@ class _ReadCopy(torch.autograd.Function):
 class CastCopies:
     """Copies of parameters in the compute dtype, cast once in each step instead of at each use in each pass.
 
-    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed: torch's fused
-    AdamW, for example, does not raise the version of the weights that it writes.
+    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed. For example,
+    torch's fused AdamW does not raise the version of the weights that it writes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:

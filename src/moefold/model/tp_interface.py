@@ -36,7 +36,7 @@ class SequenceParallel:
         """Reduce-scatter partial sums [S/cp, B, ...] of every tp rank -> this rank's [S/(cp*tp), B, ...]."""
         return x
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...]; no communication."""
         return x
 

@@ -14,8 +14,8 @@ blocks, and the backward pass of each block is exact, given the output and the l
 
 The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
-the window reaches back: the T queries of a block attend to the keys of this block and of the previous block, so the
-sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
+the window reaches back, so the T queries of a block attend to the keys of this block and of the previous block. The
+sequence becomes a batch of attention over T queries and 2T keys. The work grows with S * T instead of S * S.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Element-wise parts of a block, fused by `torch.compile` (`run.compile`): QK norm with RoPE, and SwiGLU.
 
-Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
+Only functions of tensors are compiled, without GEMMs, parameters and communication. So quantised and split GEMMs, the
 overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static.
 Each combination of shapes and of gradients is compiled once for each model.
 """

@@ -86,7 +86,7 @@ MAX_ROUNDS = 3
 MAX_ROUND_S = 0.02
 """Minimum time for which one round is enough: noise is a small part of a long run."""
 MODULES_GAIN = 0.95
-"""Modules are chosen only if they take at most this share of the kernel's time: the kernel's results do not depend on
+"""Modules are chosen only if they take at most this share of the kernel's time. The kernel's results do not depend on
 the number of rows, but the results of library GEMMs may."""
 
 

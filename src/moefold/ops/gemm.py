@@ -2,11 +2,11 @@
 
 oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every new shape and caches the last 1,024. With
 routed row counts nearly every call has a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
-the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) does not use there,
-oneDNN is the fastest float32 GEMM as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512], two
-threads of a Zen 5). Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost (for [512,
-256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91 against 78,
-and 89 against 76, on a Zen 3 with AVX2).
+the counts so that few shapes occur. MKL (called by torch.mm) does not use AVX-512 on AMD processors. There oneDNN is
+the fastest float32 GEMM as well: 340 against 180 GFLOP/s for 4096 routed rows and 8 experts of [256, 512] on two
+threads of a Zen 5. Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost. For [512,
+256] x [256, 512] on one thread of a Xeon it reaches 123 against 108 GFLOP/s, and 118 against 60 with both operands
+transposed. On a Zen 3 with AVX2 it reaches 91 against 78, and 89 against 76.
 
 A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32: 13 against 130
 GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 only, where upcasting reaches 85). There `matmul`

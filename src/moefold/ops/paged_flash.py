@@ -2,7 +2,7 @@
 
 The operator reads pages [P, positions, G, D] for segments of any numbers of rows: chunks of prompts and single tokens
 together. Its argument is newer than torch 2.11, where pages are gathered. torch 2.11 has FlexAttention's
-`PagedAttention`, but it is experimental, and Inductor would compile it in the first passes of every process.
+`PagedAttention`, which is experimental. Inductor would compile it in the first passes of every process.
 """
 
 from collections.abc import Iterator

@@ -99,8 +99,8 @@ class OuterOptimizer(OuterWeights):
         """Return the vector that this site sends in a round of fragments, on the host; changes nothing.
 
         Returns:
-            D = phi - theta of the parameters (if sites own experts, only of its own experts), plus the decayed
-            residual, each padded with zeros to a whole block of the code, then the buffers, [elements of this rank].
+            D = phi - theta of the parameters plus the decayed residual, each padded with zeros to a whole block of the
+            code, then the buffers, [elements of this rank]. If sites own experts, D has only the site's own experts.
         """
         num_coded = self.num_coded(fragments)
         buffers = [buffer for _, buffer in self._buffers_of(fragments)]

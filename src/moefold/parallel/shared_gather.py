@@ -39,8 +39,8 @@ class _Gathered:
 def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
     """Let FSDP modules gather into memory that the members of an exchange share. Collective over its group.
 
-    Some modules stay unchanged: modules that have been gathered before, and modules with a parameter that is cut along
-    another dim than the first, because its shards are not contiguous in the gathered parameter.
+    Modules that have been gathered before stay unchanged. So do modules with a parameter that is cut along another dim
+    than the first, because its shards are not contiguous in the gathered parameter.
 
     Args:
         modules: FSDP modules over the group of the exchange, in the same order on all members.

@@ -81,7 +81,7 @@ class SequenceParallelTokens(SequenceParallel):
         sizes = self._split_sizes
         return reduce_scatter(x, self._tp) if sizes is None else reduce_scatter_uneven(x, self._tp, sizes)
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """Return this rank's part."""
         parts = x.chunk(self._tp.size) if self._split_sizes is None else x.split(self._split_sizes)
         return parts[self._tp.rank]

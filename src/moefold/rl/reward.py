@@ -18,7 +18,7 @@ from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.message_text import Problem, Setting
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
-from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
+from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_problem
 
 SCORING_FRACTION = 0.9
 """Fraction of faults.timeout_s, the wait of the other ranks, for scoring the prompts of a rank."""
@@ -184,7 +184,7 @@ class Reward:
         """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
         scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
-            reason = str(result) if isinstance(result, RewardError) else _fault(result, count)
+            reason = str(result) if isinstance(result, RewardError) else _problem(result, count)
             if not reason:
                 assert not isinstance(result, RewardError)
                 scores.append(np.array([math.nan if score is None else float(score) for score in result]))
@@ -218,7 +218,7 @@ def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequenc
     }
 
 
-def _fault(scores: Sequence[Any], count: int) -> str:
+def _problem(scores: Sequence[Any], count: int) -> str:
     """Return the fault of the returned scores; empty if they are valid."""
     if len(scores) != count:
         return f"returned {len(scores)} rewards for {count} completions"
@@ -277,7 +277,7 @@ def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> N
         raise ConfigError(Problem("reward.use", name, f": {str(reference[0])!r} does not exist", "name a Python file"))
     with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
         (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
-    reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
+    reason = str(result) if isinstance(result, RewardError) else _problem(result, 2)
     if reason:
         raise ConfigError(
             f"{Setting('reward.use', name)} was tried with two empty completions, and {reason}; the signature is "
@@ -293,7 +293,7 @@ def _check_columns(name: str, prompt: Prompt) -> None:
                 f"{sorted(prompt.columns)}; add it, or choose another reward"
             )
         value = prompt.columns[column]
-        if rule := column_fault(name, column, value):
+        if rule := column_problem(name, column, value):
             raise ConfigError(
                 f"{prompt.location}: the column {column!r} {rule} for {Setting('reward.use', name)}, and is "
                 f"{reprlib.repr(value)}; fix it, or choose another reward"

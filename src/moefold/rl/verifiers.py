@@ -94,7 +94,7 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 """Columns of the prompts that each verifier reads."""
 
 
-def column_fault(verifier: str, column: str, value: Any) -> str:
+def column_problem(verifier: str, column: str, value: Any) -> str:
     """Return the violated rule of a value of a column for which every reward would be 0; empty if there is none."""
     if value is None:
         return "must not be null"

@@ -117,9 +117,9 @@ def place_tokens(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Inte
         kind: "samples": each sample is split over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
             (arXiv:2407.21783 sec. 3.3.2). "documents": each document of the sample is split in this way (WLB-LLM,
             arXiv:2503.17924), into 2*cp chunks of whole blocks. The ranks share the rest in contiguous parts.
-            "balanced": the documents of the set, longest first, go to the rank of all dp x cp ranks with the fewest
-            visible pairs that has room (arXiv:2502.21231); a document that fits nowhere is split over the ranks with
-            the most room, in chunks as above.
+            "balanced": the documents of the set are placed longest first. Each goes to the rank with room that has the
+            fewest visible pairs, of all dp x cp ranks (arXiv:2502.21231). A document that fits nowhere is split over
+            the ranks with the most room, in chunks as above.
         bounds_N: see `document_bounds`.
         block: chunks of documents are multiples of this, in tokens.
     """

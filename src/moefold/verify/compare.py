@@ -128,7 +128,7 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
 
     A gradient that is zero (`zero_gradients`), exactly or up to rounding, has no magnitude of its own: its deviation is
     divided by the largest gradient of its layer. If the gradient is only rounding, or the weight is zero, AdamW's share
-    of the deviation of the weight is subtracted, and the rest divided by the largest weight of the layer. A number that
+    of the deviation of the weight is subtracted. The rest is divided by the largest weight of the layer. A number that
     is exactly zero in the oracle, or a tensor of a layer of zeros, is compared by its absolute deviation.
 
     Raises:
@@ -182,7 +182,7 @@ def zero_gradients(gradients: Weights) -> list[str]:
     of a query changes no probability. Or no loss of the step depends on the parameter.
     """
     layer_scales = _layer_scales(gradients)
-    return [name for name, x in _own_scales(gradients).items() if x <= ROUNDING_SHARE * layer_scales[_layer_of(name)]]
+    return [name for name, x in _scales(gradients).items() if x <= ROUNDING_SHARE * layer_scales[_layer_of(name)]]
 
 
 def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]]:
@@ -246,7 +246,7 @@ def _layer_of(name: str) -> str:
     return ".".join(words[:2]) if words[0] == "layers" else words[0]
 
 
-def _own_scales(tensors: Weights) -> dict[str, float]:
+def _scales(tensors: Weights) -> dict[str, float]:
     """Return the largest magnitude of each tensor."""
     return {name: float(tensor.abs().max()) for name, tensor in tensors.items()}
 
@@ -254,7 +254,7 @@ def _own_scales(tensors: Weights) -> dict[str, float]:
 def _layer_scales(tensors: Weights) -> dict[str, float]:
     """Return the largest magnitude of the tensors of each layer."""
     scales: dict[str, float] = {}
-    for name, scale in _own_scales(tensors).items():
+    for name, scale in _scales(tensors).items():
         scales[_layer_of(name)] = max(scale, scales.get(_layer_of(name), 0.0))
     return scales
 
@@ -272,22 +272,22 @@ class _ErrorScale:
 def _error_scales(oracle: OracleRecord) -> dict[str, dict[str, _ErrorScale]]:
     """Return the error scales of initial weights, gradients and weights without their own magnitude."""
     layer_gradients = _layer_scales(oracle.gradients)
-    own_gradients = _own_scales(oracle.gradients)
-    own_weights = _own_scales(oracle.weights)
+    gradient_scales = _scales(oracle.gradients)
+    weight_scales = _scales(oracle.weights)
     layer_initial = _layer_scales({name: oracle.initial[name] for name in oracle.gradients})
     scales = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
     initial = {
         name: _ErrorScale(0.0, layer_initial.get(_layer_of(name), 0.0))
-        for name, x in _own_scales(oracle.initial).items()
+        for name, x in _scales(oracle.initial).items()
         if x == 0
     }
     gradients = {}
-    weights = {name: _ErrorScale(0.0, scales.get(_layer_of(name), 0.0)) for name, x in own_weights.items() if x == 0}
+    weights = {name: _ErrorScale(0.0, scales.get(_layer_of(name), 0.0)) for name, x in weight_scales.items() if x == 0}
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
         gradients[name] = _ErrorScale(0.0, layer_gradients[layer])
         # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient (idle experts).
-        if own_gradients[name] > 0 or own_weights[name] == 0:
+        if gradient_scales[name] > 0 or weight_scales[name] == 0:
             rounding = ROUNDING_SHARE * layer_gradients[layer] * oracle.rounding_gain
             weights[name] = _ErrorScale(rounding, scales[layer])
     return {"initial": initial, "gradients": gradients, "weights": weights}

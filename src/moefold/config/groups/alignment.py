@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class PairScores:
     """Scores of the sequences of a micro-batch by pair, [B, K / 2] each.
 
-    A score is the log-probability of a sequence, minus the log-probability under the reference if the method has a
-    reference, and divided by the number of tokens if the method is per token.
+    A score is the log-probability of a sequence. The log-probability under the reference is subtracted if the method
+    has a reference. The score is divided by the number of tokens if the method is per token.
     """
 
     first: "Tensor"

@@ -322,9 +322,9 @@ class Temperature(Table):
     tokens: Annotated[int, at_least(1)] = 8192
     """Positions below this number have temperature 1."""
 
-    def shrink(self, to: SmallSizes) -> "Temperature":
+    def shrink(self, small: SmallSizes) -> "Temperature":
         """Return the temperature with values other than 1 in short sequences."""
-        return replace(self, tokens=min(self.tokens, to.span))
+        return replace(self, tokens=min(self.tokens, small.span))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class Experts(nn.Module):
     """Routed experts: activation(x w_gate, x w_up) w_down each. This rank holds [E/ep, H, F/etp] of the weights.
 
     Biases b_gate and b_up [E/ep, F/etp] are sharded like the columns that they are added to. b_down [E/ep, H/etp] is
-    sharded too: the outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every
+    sharded too. The outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every
     element is added once. Every weight gets a gradient on every rank, zero for an expert without tokens: the gradient
     reduction requires it.
 

@@ -31,9 +31,9 @@ def local_load_balancing_loss(
 ) -> Tensor:
     """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
 
-    f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
-    score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and
-    the loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te. A
+    f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient. P_e is the mean
+    score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and the
+    loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te. A
     group without tokens adds 0.
 
     Args:

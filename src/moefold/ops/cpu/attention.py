@@ -3,9 +3,9 @@
 Documents, sliding windows and sinks are limits of the kernel's loops, not masks in memory: keys that a query does not
 attend to are skipped, by document and by blocks. The bits of a document do not depend on its place in a sample.
 
-Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32: a result
-is rounded once, also where gradients of keys and values are summed over the query heads that share them, in the order
-of the heads. Results are bitwise independent of the number of threads.
+Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32. A result
+is rounded once. Gradients of keys and values are summed over the query heads that share them, in the order of the
+heads, before they are rounded. Results are bitwise independent of the number of threads.
 """
 
 import ctypes

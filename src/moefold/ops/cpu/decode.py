@@ -4,7 +4,7 @@ One call computes all layers. A layer with a shared expert, or with a router tha
 calls: attention up to the logits of the router, and the routed experts. The caller chooses the experts between them.
 
 `decode.c` calls the functions of the other libraries of this folder. Its reference are the modules of the layer
-(`model.transformer.Block`): it has the same bits where they call these functions one by one, without the time that
+(`model.transformer.Block`). It has the same bits where they call these functions one by one, and saves the time that
 Python and torch take between the calls.
 """
 

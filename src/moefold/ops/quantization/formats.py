@@ -23,7 +23,7 @@ MIN_AMAX = 1e-30
 class QuantFormat:
     """Number format, and the blocks that share a scale.
 
-    Every operand has its blocks along the dim that the GEMM sums over: a scale multiplies a whole partial sum, and a
+    Every operand has its blocks along the dim that the GEMM sums over, so a scale multiplies a whole partial sum. A
     block has values of only one token, except where the sum is over tokens.
     """
 
@@ -106,9 +106,9 @@ def power_of_two_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
 def two_level_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """Round scales to e4m3 multiples of one scale for the whole tensor, here a power of two.
 
-    With another outer scale the block scales would be rounded differently, so that the shards of a tensor, which have
-    their own outer scales, would be quantised differently from the whole tensor. A power of two only determines the
-    blocks that are too small for an e4m3 scale: blocks below 2**-15 of the largest.
+    With another outer scale the block scales would be rounded differently. The shards of a tensor, which have their own
+    outer scales, would then be quantised differently from the whole tensor. A power of two only determines the blocks
+    that are too small for an e4m3 scale: blocks below 2**-15 of the largest.
     """
     outer = torch.exp2(torch.ceil(torch.log2(tensor_amax / E4M3_MAX)))
     # Where the scale was rounded down, the largest value of the block saturates, by at most 1/16.

@@ -1,7 +1,7 @@
 """Exact top-k of scores in Triton by guess, verify and refine, one program for each row.
 
 Its definition is `moefold.ops.exact_topk.sorted_topk`. A threshold from the guess is verified by the number of scores
-that reach it. These survivors are collected in global memory, and a radix search finds the k-th of them.
+that reach it. These scores are collected in global memory, and a radix search finds the k-th of them.
 """
 
 import torch

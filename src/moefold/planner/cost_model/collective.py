@@ -1,6 +1,6 @@
 """Cost model of collectives, by algorithm and link level, for groups of ranks at a stride.
 
-Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
+Ranks are laid out with tp fastest. So a group of `size` ranks at a distance of `stride` lies within one link level, or
 spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank. A unit has
 as many NICs as ranks of the group.
 """

@@ -1,7 +1,7 @@
 """Cost model of one layer for one micro-batch, item by item in the order of execution.
 
-Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
-attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
+Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once.
+Attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
 from collections.abc import Sequence

@@ -25,9 +25,9 @@ class GlaPart(LinearAttentionPart):
     gate_rank: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 16
     """Width between the two projections of the decays."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with a low rank of decays; see base class."""
-        return replace(super().shrink(to), gate_rank=min(self.gate_rank, to.head_dim))
+        return replace(super().shrink(small), gate_rank=min(self.gate_rank, small.head_dim))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `GatedLinearAttention`; see base class."""

@@ -52,17 +52,17 @@ class MlaPart(SoftmaxAttentionPart):
     """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and
     kv_lora_rank for the key-value latent (LongCat-Flash)."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with few heads, and widths that differ from each other."""
         return replace(
             self,
-            num_heads=to.query_heads(self.num_heads, self.num_heads),
-            q_lora_rank=to.head_dim + 4 if self.q_lora_rank else 0,
-            kv_lora_rank=to.head_dim + 2,
-            qk_nope_head_dim=to.head_dim - 2,
-            qk_rope_head_dim=to.head_dim // 2,
-            v_head_dim=to.head_dim,
-            indexer=self.indexer.shrink(to) if self.indexer else None,
+            num_heads=small.query_heads(self.num_heads, self.num_heads),
+            q_lora_rank=small.head_dim + 4 if self.q_lora_rank else 0,
+            kv_lora_rank=small.head_dim + 2,
+            qk_nope_head_dim=small.head_dim - 2,
+            qk_rope_head_dim=small.head_dim // 2,
+            v_head_dim=small.head_dim,
+            indexer=self.indexer.shrink(small) if self.indexer else None,
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:

@@ -291,8 +291,8 @@ class _MigrateWeights(torch.autograd.Function):
         returned = all_to_all(sent_grads, migration.ep, migration.num_received_from, migration.num_sent_to)
         if not migration.sent_experts:
             return None, *local
-        # Clone all of this rank's experts, even if one is migrated: autograd may share its inputs, so they must not be
-        # changed in place, and each stack of experts needs one gradient.
+        # Clone all of this rank's experts, even if only one is migrated. autograd may share its inputs, so they must
+        # not be changed in place. Each stack of experts needs one gradient.
         totals = [grad.clone() for grad in local]
         accum_dtype = torch.promote_types(local[0].dtype, torch.float32)
         for total, column in zip(totals, _split_matrices(returned, ctx.shapes), strict=True):
