@@ -47,7 +47,7 @@ class Job:
             return sorted(facts)[:count], [facts[r]["of"] for r in sorted(facts)]
 
         try:
-            return self.ranks[rank].next({"of": rank}, choose)
+            return self.ranks[rank].agree_on_next({"of": rank}, choose)
         except (NoRankLostError, RunError) as error:
             return error
 

@@ -238,26 +238,28 @@ def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) 
     return {name: digest for name, digest in fingerprints.items() if name not in unknown}
 
 
-def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def unmatched_locations(
+    old: DataFiles, new: DataFiles, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[str]:
     """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
         old: the files of the checkpoint.
-        order: settings of the checkpoint.
-        mine: settings of the recipe.
+        saved: settings of the checkpoint.
+        current: settings of the recipe.
     """
     unmatched = []
-    hub_then = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
-    hub_now = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
-    places_then = [i for i, names in enumerate(old.sources) if not names]
-    places_now = [i for i, names in enumerate(new.sources) if not names]
-    has_other_hub = hub_then != hub_now or (
-        bool(hub_now) and (places_then != places_now or len(old.paths) != len(new.paths))
+    saved_hub_paths = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
+    hub_paths = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
+    saved_hub_places = [i for i, names in enumerate(old.sources) if not names]
+    hub_places = [i for i, names in enumerate(new.sources) if not names]
+    has_other_hub = saved_hub_paths != hub_paths or (
+        bool(hub_paths) and (saved_hub_places != hub_places or len(old.paths) != len(new.paths))
     )
-    if order.get("path") != mine.get("path") and has_other_hub:
+    if saved.get("path") != current.get("path") and has_other_hub:
         unmatched.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
         is_compared = role in old.settings and role in new.settings
-        if not is_compared and order.get(key) != mine.get(key):
+        if not is_compared and saved.get(key) != current.get(key):
             unmatched.append(key)
     return unmatched

@@ -203,7 +203,7 @@ class Regroup:
         """Return whether a member of the current generation is lost."""
         return not self.lost().isdisjoint(self.current.members)
 
-    def next(self, facts: Any, choose: ChooseMembers) -> RankMembership:
+    def agree_on_next(self, facts: Any, choose: ChooseMembers) -> RankMembership:
         """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.

@@ -150,7 +150,7 @@ class OuterOptimizer(OuterWeights):
             mean: the mean of a round; `delta` itself in a round of one site.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
-        is_own = mean is delta and not keep_local and not self._settings.residual
+        is_single_site = mean is delta and not keep_local and not self._settings.residual
         norms = OuterNorms()
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
@@ -158,7 +158,7 @@ class OuterOptimizer(OuterWeights):
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(norms, name, weights, own_d, mean_g)
-            if is_own and not self._settings.has_outer_step:
+            if is_single_site and not self._settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
                 continue

@@ -274,7 +274,7 @@ class RegroupLoop:
                 _drop_frames(failure)
             self._free_groups()
             try:
-                generation = self._regroup.next(self._facts(), self._choose_members)
+                generation = self._regroup.agree_on_next(self._facts(), self._choose_members)
             except NoRankLostError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
