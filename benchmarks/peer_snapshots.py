@@ -25,7 +25,7 @@ from moefold.checkpoint.peer_snapshot import PeerSnapshots, local_boxes
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.private_torch import set_aside_process_groups
+from moefold.comm.private_torch import without_process_groups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.launch.rank_pool import WorkerPool
@@ -79,7 +79,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     snapshots.forget_groups()
     rank = dist.get_rank()
     if rank in MEMBERS:
-        with set_aside_process_groups():
+        with without_process_groups():
             store = dist.FileStore(f"{folder}/store", len(MEMBERS))
             dist.init_process_group("gloo", store=store, rank=MEMBERS.index(rank), world_size=len(MEMBERS))
             groups = ParallelGroups.create(check_config(after), torch.device("cpu"))

@@ -82,7 +82,7 @@ def build_model(cfg: Config, device: str = "cpu") -> "Transformer":
     `parallelize` of `moefold.parallel` builds the shards of a mapping instead.
 
     Args:
-        cfg: the config; its mapping is not used.
+        cfg: the config. Its mapping is not used.
         device: a torch device.
 
     Returns:
@@ -111,7 +111,7 @@ def train_model(
 ) -> "TrainOutcome":
     """Train from a recipe like `moefold train`: in a new run folder, or from the last checkpoint of the run.
 
-    A job of one rank runs in this process. Several ranks are started on this machine; under a launcher such as torchrun
+    A job of one rank runs in this process. Several ranks are started on this machine. Under a launcher such as torchrun
     this process is one rank. Call it from the main thread, which receives Ctrl-C.
 
     Args:
@@ -129,7 +129,7 @@ def train_model(
 
     Raises:
         ConfigError: the recipe cannot be trained here.
-        RunError: the run or a started rank failed; the rank's message is on stderr.
+        RunError: the run or a started rank failed. The rank's message is on stderr.
     """
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
@@ -166,7 +166,7 @@ def train_in_process(
 
     No process is started. The ranks are the members of the default process group; without one, the ranks of the
     launcher whose variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with
-    equal arguments. The run creates and destroys its own process groups; the program's groups must not be used during
+    equal arguments. The run creates and destroys its own process groups. The program's groups must not be used during
     the run, and are unchanged afterwards. The function can be called again, also with another mapping, and from any
     thread.
 
@@ -185,7 +185,7 @@ def train_in_process(
 
     Raises:
         ConfigError: the recipe cannot be trained by these ranks; raised on all of them.
-        RunError: the run failed. An exception of a callback is raised unchanged; the other ranks then raise RunError,
+        RunError: the run failed. An exception of a callback is raised unchanged. The other ranks then raise RunError,
             or, if a rank hangs for `faults.timeout_s` or its process has ended, print the diagnosis and end.
     """
     loaded = _loaded(recipe, overrides)
@@ -214,7 +214,7 @@ def evaluate(
         text: file of UTF-8 text for the model's tokenizer; either tokens or text.
         logits: .npy file for the logits, float32 [sequences, S, V].
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        part: FILE.py:CLASS of each part in the model's training that is from a file. The files are imported.
         options: other settings.
 
     Returns:
@@ -222,7 +222,7 @@ def evaluate(
 
     Raises:
         ConfigError: the model, the data, a setting or the mapping cannot work.
-        RunError: a started rank has failed; its message is on stderr.
+        RunError: a started rank has failed. Its message is on stderr.
     """
     from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
     from moefold.inference.notices import report_notices
@@ -263,11 +263,11 @@ def generate(
 
     Args:
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
-        prompts: texts, or messages with `GenerateOptions(chat=True)`; all are continued together.
+        prompts: texts, or messages with `GenerateOptions(chat=True)`. All are continued together.
         max_tokens: maximum new tokens of each prompt.
         sampling: temperature, top_k, top_p, min_p and seed.
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        part: FILE.py:CLASS of each part in the model's training that is from a file. The files are imported.
         options: other settings.
 
     Returns:
@@ -275,7 +275,7 @@ def generate(
 
     Raises:
         ConfigError: the model, a prompt, a setting or the mapping cannot work.
-        RunError: a started rank has failed; its message is on stderr.
+        RunError: a started rank has failed. Its message is on stderr.
     """
     from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
     from moefold.inference.notices import report_notices

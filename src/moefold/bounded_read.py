@@ -1,9 +1,9 @@
 """Bounded readers of untrusted files: limits on bytes, nesting depth and number of values.
 
 A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader refuses
-everything except regular files before opening, compares the size with a limit before reading, and never reads more than
-the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is the
-reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
+everything except regular files before opening. It compares the size with a limit before reading. It never reads more
+than the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is
+the reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
 """
 
 import errno
@@ -25,7 +25,7 @@ MAX_RECIPE_BYTES = MIB
 MAX_SCHEDULE_BYTES = 64 * MIB
 """Schedule as CSV, 8 bytes per cell: 64 ranks with 4 stages each and 4,096 micro-batches have 17 MB."""
 MAX_TABLE_BYTES = 16 * MIB
-"""Table of published measurements; the largest known has 200 KiB."""
+"""Table of published measurements. The largest known has 200 KiB."""
 MAX_CONFIG_BYTES = 16 * MIB
 """config.json, tokenizer_config.json and similar: the largest, with 100,000 added tokens, have 10 to 15 MB."""
 MAX_TEMPLATE_BYTES = MIB
@@ -46,7 +46,7 @@ MAX_JSON_VALUES = 8_000_000
 """Values of a JSON document: an empty list takes 2 bytes in the file and 64 in memory. 8 million values are an index of
 a million tensors."""
 MAX_KEY_PARTS = 32
-"""Parts of a dotted TOML key, whose parsing time is quadratic in their number; settings have two."""
+"""Parts of a dotted TOML key, whose parsing time is quadratic in their number. Settings have two."""
 
 _BLOCK_BYTES = MIB
 _IRREGULAR_KINDS = (
@@ -145,13 +145,13 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON of bounded depth and number of values; a byte order mark is ignored.
+    """Parse JSON of bounded depth and number of values. A byte order mark is ignored.
 
     Raises:
         ValueError: the content is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    # Each value except the first follows a comma or a bracket; strings are removed only if the first count is too high.
+    # Each value except the first follows a comma or a bracket. Strings are removed only if the first count is too high.
     if _num_values(decoded) > MAX_JSON_VALUES and _num_values(_JSON_STRING.sub("", decoded)) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:

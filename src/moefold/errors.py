@@ -9,7 +9,7 @@ from moefold.terminal import MULTILINE_CHARS, printable
 EXIT_FAILED = 1
 """Exit status of a command that ran with a negative result, or of a failed rank."""
 EXIT_USER_ERROR = 2
-"""Exit status for invalid settings; a message has been printed."""
+"""Exit status for invalid settings. A message has been printed."""
 SIGNAL_STATUS = 128
 """Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
 
@@ -36,7 +36,7 @@ class ConfigError(_EscapedError, ValueError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Return the fields of each line of the message; a message without a key is in `rule`."""
+        """Return the fields of each line of the message. A message without a key is in `rule`."""
         return self._problems or (Problem("", None, str(self)),)
 
     def with_start(self, start: str) -> "ConfigError":
@@ -77,7 +77,7 @@ def _problems_of(message: object) -> tuple[Problem, ...]:
 def install_command(extra: str) -> str:
     """Return the pip command that installs an extra, depending on the installation of moefold.
 
-    A checkout is installed again in editable mode, from its folder; an installed wheel is extended by name.
+    A checkout is installed again in editable mode, from its folder. An installed wheel is extended by name.
 
     Args:
         extra: name in `[project.optional-dependencies]` of pyproject.toml.

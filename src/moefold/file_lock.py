@@ -73,7 +73,7 @@ class FileLock:
 
 
 def _dropper(lock: "weakref.ref[FileLock]") -> Callable[[], None]:
-    """Return a hook that drops a lock in a forked child; it has no reference, because it can never be unregistered."""
+    """Return a hook that drops a lock in a forked child. It has no reference, because it can never be unregistered."""
 
     def drop() -> None:
         if (target := lock()) is not None:

@@ -53,7 +53,7 @@ def is_hub_url(name: object) -> bool:
 
 
 def parse_hub_url(url: str, kind: HubKind) -> HubName:
-    """Parse hf://[datasets/]ORG/NAME[@REVISION][/PATH]; a slash in a revision is written %2F.
+    """Parse hf://[datasets/]ORG/NAME[@REVISION][/PATH]. A slash in a revision is written %2F.
 
     Args:
         kind: kind of a name without "datasets/".
@@ -74,7 +74,7 @@ def repo_of_snapshot(path: str) -> str:
 
 
 def check_repo_name(name: str) -> str:
-    """Return ORG/NAME of a repository for an upload; a prefix hf:// is accepted.
+    """Return ORG/NAME of a repository for an upload. A prefix hf:// is accepted.
 
     Raises:
         ConfigError: the name has another form.

@@ -22,7 +22,7 @@ def splitmix64(value: int) -> int:
 
 
 def hash_ints(*values: int) -> int:
-    """Hash a sequence of integers into 64 bits; the order matters."""
+    """Hash a sequence of integers into 64 bits. The order matters."""
     state = 0
     for value in values:
         state = splitmix64(state + GOLDEN + splitmix64(value + GOLDEN))

@@ -40,7 +40,7 @@ def spelled_as(names: Names) -> Iterator[None]:
 
 
 def keep_names(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Return a function that names settings as its caller does now, in another process too; it can be pickled."""
+    """Return a function that names settings as its caller does now, in another process too. It can be pickled."""
     return partial(_call_with_names, dict(_NAMES.get()), function)
 
 

@@ -32,7 +32,7 @@ class WorkProgress:
     `line_every_s` of another is still printed. Do not fork inside: a child could inherit the lock of stderr.
 
     Args:
-        is_shown: whether this process prints; only one of many ranks does.
+        is_shown: whether this process prints. Only one of many ranks does.
         line_every_s: minimum seconds between two plain lines.
     """
 

@@ -38,7 +38,7 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
     They are unchanged if they fit, or if the command line sets one of them; a value that does not fit is then refused.
 
     Args:
-        tree: the sections of the recipe with overrides applied; its [train] is changed in place.
+        tree: the sections of the recipe with overrides applied. Its [train] is changed in place.
         recipe: the sections of the recipe without overrides.
 
     Returns:
@@ -89,7 +89,7 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
     With epochs, run.steps is the largest legal number until the length of the data is known.
 
     Args:
-        tree: the sections of the recipe with overrides applied; its [run] is changed in place.
+        tree: the sections of the recipe with overrides applied. Its [run] is changed in place.
         recipe: the sections of the recipe without overrides.
 
     Returns:
@@ -124,7 +124,7 @@ VOCAB_MULTIPLE = 64
 def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozenset[str]) -> tuple[ModelConfig, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a preset's size
+    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64. A preset's size
     stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text keep the default.
 
     Args:
@@ -147,7 +147,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size
     except ConfigError as error:
         if preset_size is not None:
-            # The size does not depend on the tokenizer, which may be on another machine; training reports this.
+            # The size does not depend on the tokenizer, which may be on another machine. Training reports this.
             return model, ""
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:
@@ -211,7 +211,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
 
 
 def without_lost_ranks(cfg: Config, world_size: int) -> Config:
-    """Return the recipe for the remaining ranks; the last of them may have padding, as in elastic jobs.
+    """Return the recipe for the remaining ranks. The last of them may have padding, as in elastic jobs.
 
     The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
     """

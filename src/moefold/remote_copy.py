@@ -65,7 +65,7 @@ def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> N
     """Send the files of a folder, the files named in `last` after all others.
 
     Raises:
-        ConfigError: a file is a link out of the folder; nothing is sent.
+        ConfigError: a file is a link out of the folder. Nothing is sent.
         RemoteError: a file cannot be sent; sent files stay, without the files in `last`.
     """
     files = list_files(source)
@@ -96,7 +96,7 @@ def _copy_path(remote: RemotePath) -> Path:
 
 @contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Hold the lock of a copy; its file is in the scheme's folder, because the copy of a parent covers this copy."""
+    """Hold the lock of a copy. Its file is in the scheme's folder, because the copy of a parent covers this copy."""
     root = next(parent for parent in target.parents if parent.name == CACHE_SUBFOLDER)
     with hold_lock(root / ".lock"):
         yield

@@ -33,7 +33,7 @@ shell, or fill in templates. It chains protocols by `::`, which is plain text he
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _MAX_REASON_CHARS = 300
 _READ_BUFFER_BYTES = 1 << 17
-"""Size of a request for a small part of a file; a larger part is read by one request of its own size."""
+"""Size of a request for a small part of a file. A larger part is read by one request of its own size."""
 _S3_ADVICE = (
     "check the name of the bucket, the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and, "
     "for another store than Amazon's, AWS_ENDPOINT_URL"
@@ -291,7 +291,7 @@ class RemotePath(PosixPath):
         return self.write_bytes(data.encode(encoding or "utf-8", errors or "strict"))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Create the folder if the file system has folders; a bucket is never created."""
+        """Create the folder if the file system has folders. A bucket is never created."""
         if self.scheme not in OBJECT_STORES:
             with self._requests() as (filesystem, key):
                 filesystem.makedirs(key, exist_ok=True)
@@ -416,11 +416,11 @@ class _TranslatedFile(RawIOBase):
         return len(content)
 
     def write(self, data: Any) -> int:
-        """Write bytes; an object store sends them in parts of some megabytes."""
+        """Write bytes. An object store sends them in parts of some megabytes."""
         return int(self._call("write", data))
 
     def close(self) -> None:
-        """Close the file; after writing, send the remaining bytes and complete the file."""
+        """Close the file. After writing, send the remaining bytes and complete the file."""
         if not self.closed:
             super().close()
             self._call("close")
@@ -459,7 +459,7 @@ def _modified_s(info: dict[str, Any]) -> float:
 
 
 def _translated(error: Exception, path: RemotePath) -> RemoteError:
-    """Translate an error of a library; each library has its own classes for network, credentials and answers."""
+    """Translate an error of a library. Each library has its own classes for network, credentials and answers."""
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     return RemoteError(number, _reason(error), str(path))
 

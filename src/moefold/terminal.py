@@ -72,7 +72,7 @@ def color_labels(text: str, environment: Mapping[str, str]) -> str:
 
 
 def wrap_error(text: str, width: int) -> str:
-    """Wrap the first line of an error message between words; other text, such as a command to copy, stays unwrapped."""
+    """Wrap the first line of an error message between words. Other text, such as a command to copy, stays unwrapped."""
     first, newline, tail = text.partition("\n")
     if not _ERROR.match(first) or len(first) <= width:
         return text

@@ -14,7 +14,7 @@ import pytest
 from moefold.board import expert_tail, run_reader
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_finder import find_runs
-from moefold.board.run_list import RunList, free_style
+from moefold.board.run_list import RunList, unused_style
 from moefold.board.run_reader import RunReader
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
@@ -465,8 +465,8 @@ def test_styles_of_runs_depend_on_no_choice_and_differ(tmp_path):
     (alone,) = RunList([folders[3]]).summaries([])
     assert alone["style"] == int(alone["key"], 16) % 16
     later = "0" * 12
-    assert free_style(later, set(range(16))) == 16
-    assert free_style(later, set(range(48))) == 0
+    assert unused_style(later, set(range(16))) == 16
+    assert unused_style(later, set(range(48))) == 0
 
 
 def test_a_request_out_of_time_gives_each_run_its_turn(tmp_path):

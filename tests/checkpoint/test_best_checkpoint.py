@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta, write_meta
-from moefold.checkpoint.commit import remove_older
 from moefold.checkpoint.find_checkpoint import (
     best_of,
     complete_checkpoints,
@@ -16,6 +15,7 @@ from moefold.checkpoint.find_checkpoint import (
     skipped_checkpoints,
     step_path,
 )
+from moefold.checkpoint.retention import remove_older
 from moefold.cli.main import main
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError

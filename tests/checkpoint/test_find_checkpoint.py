@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import write_meta
-from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints, step_path
 from moefold.checkpoint.integrity import quick_validate
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.checkpoint.writing_job import tmp_checkpoint_path
+from moefold.checkpoint.retention import remove_older
+from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from tests.checkpoint.empty_checkpoints import meta, names, recipe, write

@@ -13,8 +13,8 @@ from moefold.checkpoint.recipe_differences import (
     SampleOrder,
     data_order_change,
     moved_data_message,
-    relocated,
     sample_order,
+    with_recipe_file_names,
 )
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config
@@ -90,7 +90,7 @@ def test_the_same_files_at_another_path_are_the_same_data(place: Path, kind: str
         said = moved_data_message(meta, order_of(moved))
         assert said == f"data at {path!r} has the same content as {folder!r}: continuing at sample 16"
         names = list(fingerprint(moved))
-        here = relocated(meta, order_of(moved), fingerprint(moved))
+        here = with_recipe_file_names(meta, order_of(moved), fingerprint(moved))
         assert list(here.data_files) == names
         assert list(here.data_tokens) == [name for name in names if name.endswith(".npy")]
         # From there it may move on.
@@ -182,11 +182,11 @@ def test_files_that_were_lost_stay_lost_at_another_path(place: Path):
     meta = _with(meta_of(data), data_lost={"tokens/1.npy": "it was short"})
     moved = replace(data, path="./tokens")
     assert not change(meta, moved)
-    assert list(relocated(meta, order_of(moved), fingerprint(moved)).data_lost) == ["tokens/1.npy"]
+    assert list(with_recipe_file_names(meta, order_of(moved), fingerprint(moved)).data_lost) == ["tokens/1.npy"]
     os.rename("tokens", "other")
     os.remove("other/1.npy")
     moved = replace(data, path="other")
     assert not change(meta, moved)
-    assert list(relocated(meta, order_of(moved), fingerprint(moved)).data_lost) == ["other/1.npy"]
+    assert list(with_recipe_file_names(meta, order_of(moved), fingerprint(moved)).data_lost) == ["other/1.npy"]
     np.save("other/0.npy", np.arange(999))
     assert "data file other/0.npy has other content than then" in change(meta, moved)

@@ -20,7 +20,7 @@ from moefold.checkpoint.peer_snapshot import (
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.private_torch import set_aside_process_groups
+from moefold.comm.private_torch import without_process_groups
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
@@ -89,7 +89,7 @@ def _restore_after_loss(
     }
     if members is not None and rank in members:
         assert step is not None
-        with set_aside_process_groups():
+        with without_process_groups():
             store = dist.FileStore(str(folder / "store"), len(members))
             dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
             found |= _restore(new, snapshots, step, damages)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints, named_checkpoints, step_of
 from moefold.checkpoint.integrity import quick_validate
 from moefold.checkpoint.manifest import MANIFEST_FILE
+from moefold.checkpoint.retention import remove_checkpoint
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.cli.main import main
 from moefold.config.schema import Config

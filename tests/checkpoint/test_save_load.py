@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.commit import commit
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
-from moefold.checkpoint.writing_job import tmp_checkpoint_path
+from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config

@@ -5,11 +5,11 @@ import pytest
 from moefold.config.part import KindOf
 from moefold.config.part_registry import built_in_kinds
 from moefold.config.suggestions import (
+    annotation_at,
     group_at,
     join_with_or,
     key_types,
     kind_settings,
-    mark_at,
     nearest_multiples,
     nearest_numbers,
     part_keys,
@@ -50,7 +50,7 @@ def test_a_path_has_the_mark_that_the_list_of_all_kinds_gives_it():
     keys = [f"{section}.{key}" for section in sections() for key in key_types(section)]
     unknown = ["", "model", "nothing.at.all", "train.optimizer.nothing", "model.hidden_size.kind", "model.ffn.moe.x.y"]
     for path in (*keys, *kind_settings(), *unknown):
-        assert mark_at(path) == tables().get(path), path
+        assert annotation_at(path) == tables().get(path), path
         assert group_at(path) == part_keys().get(path), path
 
 

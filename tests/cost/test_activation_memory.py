@@ -214,7 +214,7 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
         assert (v.shape[-1], scale) == (8, 0.25)
         return _BlockAttention.apply(q, k, v, None, "causal", MathBlockAttention())
 
-    monkeypatch.setattr("moefold.parts.attention.mla.module.takes_narrow_values", lambda device: True)
+    monkeypatch.setattr("moefold.parts.attention.mla.module.sdpa_supports_narrow_values", lambda device: True)
     monkeypatch.setattr(CausalAttention, "__call__", attend)
     cfg = memory_config(dtype, model=LATENT | {"attention.v_head_dim": 8}, train={"recompute": parts})
     narrow = replace(CPU_KERNELS, narrow_values=True)

@@ -23,7 +23,7 @@ def read():
 began_s = read()
 print("runs", flush=True)
 sys.stdin.readline()
-print(*began_s, *read(), clock.take_stopped_s(), clock.take_stopped_s())
+print(*began_s, *read(), clock.pop_stopped_s(), clock.pop_stopped_s())
 clock.end()
 """
 
@@ -61,7 +61,7 @@ def test_time_with_a_held_interpreter_is_not_a_stop(monkeypatch):
         # One call into C, which lets no other thread run.
         for _ in range(2):
             sorted(range(-1_000_000, 1_000_000), key=abs, reverse=True)
-        assert clock.take_stopped_s() == 0.0
+        assert clock.pop_stopped_s() == 0.0
     finally:
         clock.end()
 
@@ -74,4 +74,4 @@ def test_without_a_thread_all_time_counts(monkeypatch):
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 100)
     assert clock() - before_s >= 99
-    assert clock.take_stopped_s() == 0.0
+    assert clock.pop_stopped_s() == 0.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.recipe_differences import sample_order
-from moefold.config.part import words_of
+from moefold.config.part import values_by_key
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT
 from tests.models import config_of
@@ -23,7 +23,7 @@ def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dic
                 states=counted(step=step),
                 order=sample_order(cfg),
                 model=model_sizes(cfg.model),
-                parallel=words_of(cfg.parallel),
+                parallel=values_by_key(cfg.parallel),
             ),
         )
     write_config_json(cfg, run_dir / "config.json")

@@ -29,7 +29,7 @@ def _agree(call: Callable[[], Any], other: Any = None) -> tuple[Any, TwoRanks]:
     ranks._world = world
     world.other = other
     try:
-        return ranks.agree(call), world
+        return ranks.run_on_all_ranks(call), world
     except (ArithmeticError, ConfigError, RunError) as error:
         return error, world
 

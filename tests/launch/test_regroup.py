@@ -47,7 +47,7 @@ class Job:
             return sorted(facts)[:count], [facts[r]["of"] for r in sorted(facts)]
 
         try:
-            return self.ranks[rank].next({"of": rank}, choose)
+            return self.ranks[rank].agree_on_next({"of": rank}, choose)
         except (NoRankLostError, RunError) as error:
             return error
 
@@ -73,7 +73,7 @@ def test_survivors_agree_on_members_and_spares(job: Job) -> None:
 def test_a_spare_takes_the_place_of_a_member(job: Job) -> None:
     report_lost(job.store, 1)
     job.all_arrive([0, 2, 3], 2)
-    spare = job.pool.submit(job.ranks[3].await_change)
+    spare = job.pool.submit(job.ranks[3].wait_as_spare)
     assert job.ranks[2].ended_status() is None
     # Seen by a rank of its machine, not by the launcher.
     job.gone.append(0)
@@ -87,7 +87,7 @@ def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
     report_lost(job.store, 1)
     job.all_arrive([0, 2, 3], 1)
     report_lost(job.store, 2)
-    spare = job.pool.submit(job.ranks[3].await_change)
+    spare = job.pool.submit(job.ranks[3].wait_as_spare)
     job.be_impatient(3)
     # A rank that regrouped by itself would have the others killed.
     job.ranks[3].current = job.ranks[0].current
@@ -160,7 +160,7 @@ def test_the_end_of_training_reaches_spares_and_late_ranks(job: Job) -> None:
     job.all_arrive([0, 2, 3], 2)
     job.ranks[0].end(0)
     job.ranks[2].end(143)
-    assert job.ranks[3].await_change() == 0
+    assert job.ranks[3].wait_as_spare() == 0
     assert isinstance(job.arrive(2, 1), NoRankLostError)
 
 
@@ -169,7 +169,7 @@ def test_the_failure_of_a_member_ends_spares(job: Job) -> None:
     job.all_arrive([0, 2, 3], 2)
     job.ranks[0].fail()
     with pytest.raises(RunError, match="a rank that trains has failed"):
-        job.ranks[3].await_change()
+        job.ranks[3].wait_as_spare()
 
 
 def test_the_host_of_the_store_leaves_last(job: Job) -> None:

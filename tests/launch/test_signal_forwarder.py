@@ -39,10 +39,10 @@ def test_a_signal_reaches_the_children_and_not_the_parent(number, status):
         child.join(10)
     assert child.exitcode == status
     assert relay.received == [number]
-    assert relay.explains(128 + number)
-    assert relay.explains(-number)
-    assert not relay.explains(1)
-    assert not relay.explains(-signal.SIGKILL)
+    assert relay.explains_exit_code(128 + number)
+    assert relay.explains_exit_code(-number)
+    assert not relay.explains_exit_code(1)
+    assert not relay.explains_exit_code(-signal.SIGKILL)
 
 
 def test_a_second_interrupt_kills():
@@ -54,7 +54,7 @@ def test_a_second_interrupt_kills():
         signal.raise_signal(signal.SIGINT)
         child.join(10)
     assert child.exitcode == -signal.SIGKILL
-    assert relay.explains(-signal.SIGKILL)
+    assert relay.explains_exit_code(-signal.SIGKILL)
 
 
 def test_without_children_an_interrupt_is_the_ordinary_one():

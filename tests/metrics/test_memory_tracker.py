@@ -73,7 +73,7 @@ def test_memory_that_other_threads_free_meanwhile():
                 is_busy = True
                 while is_busy:
                     is_busy = thread.is_alive()
-                    tracker.tag_survivors("left")
+                    tracker.tag_remaining("left")
                     made = torch.ones(1)
                     assert tracker.current()["other"] >= 4
                 thread.join()

@@ -121,7 +121,8 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
     runs = []
     for is_narrow in (False, True):
         monkeypatch.setattr(
-            "moefold.parts.attention.mla.module.takes_narrow_values", lambda device, is_narrow=is_narrow: is_narrow
+            "moefold.parts.attention.mla.module.sdpa_supports_narrow_values",
+            lambda device, is_narrow=is_narrow: is_narrow,
         )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)

@@ -11,11 +11,11 @@ TOP_K, HEADS, DIM, SAMPLES, PAGES = 3, 2, 5, 3, 8
 
 def test_a_sample_gets_its_own_last_selection_and_others_none():
     last = LastSelections()
-    assert last.guess(torch.tensor([4])) is None
+    assert last.previous_selections(torch.tensor([4])) is None
     last.store(torch.tensor([10, 30, 20]), torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32))
-    assert last.guess(torch.tensor([20, 11, 10, -1])).tolist() == [[5, 6], [-1, -1], [1, 2], [-1, -1]]
+    assert last.previous_selections(torch.tensor([20, 11, 10, -1])).tolist() == [[5, 6], [-1, -1], [1, 2], [-1, -1]]
     last.clear()
-    assert last.guess(torch.tensor([10])) is None
+    assert last.previous_selections(torch.tensor([10])) is None
 
 
 def test_guesses_reach_the_samples_that_continue_and_change_nothing():
@@ -35,11 +35,11 @@ def test_guesses_reach_the_samples_that_continue_and_change_nothing():
             torch.randn(len(rows.slots_R), 1, HEADS, DIM), torch.randn(len(rows.slots_R), 1, HEADS), keys
         )
         expected = select_slots(index, keys, rows, TOP_K, 0, LastSelections())
-        continued = last.guess(rows.slots_R - 1)
+        continued = last.previous_selections(rows.slots_R - 1)
         assert torch.equal(select_slots(index, keys, rows, TOP_K, 0, last), expected)
         guessed += 0 if continued is None else int((continued[:, 0] >= 0).sum())
         singles = rows.rows_of_singles
-        kept = last.guess(rows.slots_R[singles])
+        kept = last.previous_selections(rows.slots_R[singles])
         if position < 4 * TOP_K:
             assert kept is None
         else:

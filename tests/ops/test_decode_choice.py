@@ -22,7 +22,7 @@ class Work:
 
     def picks(self, choice: DecodeChoice, num_rows: int, kind: str = "moe") -> bool:
         """Ask the choice."""
-        return choice.picks_whole(kind, num_rows, lambda: self.run("whole"), lambda: self.run("modules"))
+        return choice.chooses_fused(kind, num_rows, lambda: self.run("whole"), lambda: self.run("modules"))
 
 
 def test_the_faster_way_is_measured_once_for_a_power_of_two_of_rows():

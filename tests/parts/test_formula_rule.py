@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from moefold.config.groups.block import ActivationPart, NormPart
 from moefold.config.groups.lr_schedule import interpolate
-from moefold.config.part import KindOf, by_default
+from moefold.config.part import KindOf, part_field
 from moefold.model.norm import RMSNorm
 import moefold.model.norm as norms
 from moefold.parts.attention.gqa.oracle import gates

@@ -10,7 +10,7 @@ import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
-from moefold.config.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_in_words
+from moefold.config.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_text
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError
@@ -49,9 +49,7 @@ def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
     with pytest.raises(ConfigError) as of_recipe:
         load_config(None, [f"{name}={kind}"])
     assert str(of_program.value) == str(of_recipe.value)
-    assert f"{name}={kind!r} must be {kinds_in_words(part_keys()[name], choices_of(section, key))}" in str(
-        of_recipe.value
-    )
+    assert f"{name}={kind!r} must be {kinds_text(part_keys()[name], choices_of(section, key))}" in str(of_recipe.value)
     assert "; did you mean " in str(of_recipe.value)
 
 

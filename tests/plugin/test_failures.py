@@ -14,9 +14,9 @@ from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
 from moefold.config.part_registry import all_groups, built_in_kinds, find_part
-from moefold.config.plugins import class_faults
+from moefold.config.plugins import class_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_marks, slot_fault
+from moefold.config.suggestions import part_annotations, part_class_problem
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -110,7 +110,7 @@ def test_a_signal_in_a_method_does_not_blame_the_part(interrupt):
 def test_each_method_that_is_left_open_is_asked_for(group):
     left = [name for name, method in methods_of(group).items() if is_open(method)]
     made = dataclass(frozen=True, kw_only=True)(type("Bare", (group,), {"__module__": __name__, "interface": 1}))
-    faults = "; ".join(class_faults(made, group))
+    faults = "; ".join(class_problems(made, group))
     assert faults == (f"lacks the method{'s' * (len(left) > 1)} {', '.join(sorted(left))}" if left else "")
 
 
@@ -119,17 +119,17 @@ def is_open(method):
     return isfunction(function) and "NotImplementedError" in function.__code__.co_names
 
 
-SLOTS = [(name, kind) for name, mark in part_marks().items() for kind in built_in_kinds(mark.group)]
+SLOTS = [(name, kind) for name, mark in part_annotations().items() for kind in built_in_kinds(mark.group)]
 
 
 @pytest.mark.parametrize(("name", "kind"), SLOTS, ids=[f"{name}-{kind}" for name, kind in SLOTS])
 def test_a_key_takes_only_the_kinds_of_its_slot(name, kind):
     """A key takes a built-in kind or refuses it by name: as a word, as a table, as an object and from outside."""
-    mark = part_marks()[name]
+    mark = part_annotations()[name]
     part = find_part(mark.group, kind)
     is_taken = not mark.words or kind in mark.words
     from_outside = type("Outside", (part,), {"__module__": __name__})
-    assert (slot_fault(name, part) == "", slot_fault(name, from_outside) == "") == (is_taken, is_taken)
+    assert (part_class_problem(name, part) == "", part_class_problem(name, from_outside) == "") == (is_taken, is_taken)
     owner = name.rpartition(".")[0]
     around = {"model.ffn.moe.router": ["model.ffn.moe.router=softmax"]}.get(owner, [])
     path = {"path": "rows.csv"} if kind == "csv" else {}

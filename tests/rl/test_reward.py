@@ -169,7 +169,7 @@ def test_one_of_several_functions_that_fails_leaves_the_prompt_out(module):
     cfg = config(("exact", f"{module}:raises"), on_error="drop")
     with _reward(cfg) as reward:
         first, second = reward.score([PROMPT, PROMPT], [["yes"], ["no"]], [[[1]]] * 2)
-        assert [failed.function for failed in reward.take_failures()] == [f"{module}:raises"] * 2
+        assert [failed.function for failed in reward.pop_failures()] == [f"{module}:raises"] * 2
     assert np.isnan([first.total, second.total, *first.by_function.values()]).all()
 
 
@@ -207,7 +207,7 @@ def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, rea
     with _reward(dropping) as reward:
         scores = reward.score([PROMPT, PROMPT], [texts, texts], [[[1], [1]]] * 2)
         assert np.isnan([one.total for one in scores]).all()
-        assert [failed.reason for failed in reward.take_failures()] == [reason] * 2
+        assert [failed.reason for failed in reward.pop_failures()] == [reason] * 2
 
 
 def test_the_pool_goes_on_after_a_hang_and_a_death(module):

@@ -23,7 +23,7 @@ from moefold.topology.message_plan import (
     received,
 )
 from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
-from moefold.validate.parallel import validate_micro_batch_count
+from moefold.validate.pipeline import validate_micro_batch_count
 from tests.slow import slow
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 7), ("zero-bubble", 1)]

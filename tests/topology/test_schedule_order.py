@@ -16,7 +16,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.topology.schedules import schedule_slots, stage_ranks
-from moefold.validate.parallel import validate_micro_batch_count
+from moefold.validate.pipeline import validate_micro_batch_count
 
 COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 CLASSES = {

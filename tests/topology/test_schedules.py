@@ -16,7 +16,7 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.bubble import bubble_s, simulated_bubble_s
 from moefold.topology.schedules import schedule_named, schedule_rows
-from moefold.validate.parallel import validate_micro_batch_count, validate_rows, validate_schedule
+from moefold.validate.pipeline import validate_micro_batch_count, validate_rows, validate_schedule
 
 RANKS = (2, 3, 4, 7)
 GENERATED = [name for name in built_in_kinds("schedule") if not schedule_named(name).is_for_one_mapping]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.private_torch import set_aside_process_groups
+from moefold.comm.private_torch import without_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig
@@ -85,7 +85,7 @@ def _lose_ranks(
     if damage is not None:
         damage(snapshots, rank)
     error = ""
-    with set_aside_process_groups():
+    with without_process_groups():
         store = dist.FileStore(str(folder / "store"), len(members))
         dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
         after = Trainer(new, ParallelGroups.create(check_config(new), torch.device("cpu")), callbacks=callbacks)

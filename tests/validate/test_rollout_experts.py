@@ -5,7 +5,7 @@ import pytest
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RolloutConfig
 from moefold.errors import ConfigError
-from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.rl import check_fetching_ranks
 
 
 def check(device: str, per_host: int, first_rank: int = 0, experts: str = "fetch", **parallel: int) -> None:

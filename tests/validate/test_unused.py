@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, holds, is_within, why_unread
+from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, condition_holds, is_within, why_unread
 from tests.validate.idle_keys import assert_read
 
 RL = ["data.kind=task", "rl.group_size=4"]
@@ -263,7 +263,7 @@ def _with_values(wanted: dict[str, bool]) -> Config:
             else words
         )
         choices = (default, *others, *choices_of(section, key), "x" if isinstance(default, str) else ("x",))
-        value = next(value for value in choices if all(holds(one, value) is met for one, met in own.items()))
+        value = next(value for value in choices if all(condition_holds(one, value) is met for one, met in own.items()))
         cfg = with_key(cfg, name, value)
     return cfg
 

@@ -8,9 +8,9 @@ import torch
 from moefold.verify.compare import (
     NamedError,
     OracleRecord,
-    by_cause,
     compare_records,
     run_oracle,
+    sort_by_cause,
     token_chunks,
     zero_gradients,
 )
@@ -185,7 +185,7 @@ def test_differences_begin_at_the_cause(numbers, tensors):
     """A gradient of the last layer makes those before it wrong, an output of the first layer all after it."""
     expected = ["initial embedding.weight", *(LAYERS_2_AND_10[i] for i in tensors), *numbers, "eval_loss (rank 1)"]
     differences = [NamedError(name, float(error)) for error, name in enumerate(expected)]
-    found = by_cause(reversed(differences), WEIGHTS)
+    found = sort_by_cause(reversed(differences), WEIGHTS)
     assert [difference.name for difference in found] == expected
 
 

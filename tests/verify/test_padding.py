@@ -108,8 +108,8 @@ def _run_broken(part: str, cfg: Config) -> DistributedRecord:
         case "rows":
             TokenPositions.is_token = lambda self: None
         case "ranks":
-            own_rows = ShardedMicroBatch.own_rows
-            ShardedMicroBatch.own_rows = lambda self, column: own_rows(self, column).roll(1)
+            local_rows = ShardedMicroBatch.local_rows
+            ShardedMicroBatch.local_rows = lambda self, column: local_rows(self, column).roll(1)
         case "counts":
             SampleBatch.is_token = lambda self: np.ones(self.inputs.shape, dtype=np.bool_)
     return _run(cfg)

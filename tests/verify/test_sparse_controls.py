@@ -57,7 +57,7 @@ def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
 
     def local(self: SequenceParallelTokens, x: Tensor) -> Tensor:
         is_target = x.dim() == 3 and x.shape[2] == cfg.model.attention.indexer.top_k
-        return self.own_rows(x) if is_target else scatter(self, x)
+        return self.local_rows(x) if is_target else scatter(self, x)
 
     SequenceParallelTokens.scatter = local
     return run_distributed(cfg, 1)

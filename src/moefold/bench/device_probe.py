@@ -113,7 +113,7 @@ class DeviceProbe:
 
     @torch.no_grad()
     def measure(self) -> DeviceMeasurements:
-        """Measure everything; the result is equal on every rank."""
+        """Measure everything. The result is equal on every rank."""
         is_cuda = self._device.type == "cuda"
         self._on_progress("copies and launches")
         gap_s, launch_s = self._launch_times()

@@ -32,7 +32,7 @@ def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.
 
 
 def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
-    """Return balanced choices of K experts for `count` tokens, int64 [count, K]; expert counts differ by at most 1.
+    """Return balanced choices of K experts for `count` tokens, int64 [count, K]. Expert counts differ by at most 1.
 
     The experts of a token are consecutive, so with group-limited routing they stay within few groups.
     """
@@ -218,7 +218,7 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
 def draw_weights(model: Transformer, run: RunConfig, sizes: ModelConfig) -> None:
     """Draw the weights of a model on its device: matrices normal, norms one, biases and buffers zero.
 
-    `moefold.model.weight_init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the
+    `moefold.model.weight_init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3. The
     speed of a step does not depend on the values.
     """
     weights = model_weights(sizes)

@@ -19,7 +19,7 @@ BenchRouting = Literal["natural", "balanced"]
 STACK_LAYERS = 2
 SMALL_SEQ_LEN = 256
 SEQ_LEN = 4096
-"""Sequence length of the large shapes; more tokens mean more samples."""
+"""Sequence length of the large shapes. More tokens mean more samples."""
 VOCAB_SIZE = 256
 """Vocabulary size of the large shapes, whose embedding and head are not measured."""
 LARGE_PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "deepseek-v3")

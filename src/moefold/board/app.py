@@ -101,7 +101,7 @@ class _Headers:
 class _TokenCheck:
     """ASGI middleware that refuses requests without the token.
 
-    A browser sends it once in the address, then in a cookie that scripts cannot read; programs send the header
+    A browser sends it once in the address, then in a cookie that scripts cannot read. Programs send the header
     `Authorization: Bearer TOKEN`.
     """
 

@@ -123,7 +123,7 @@ class CountsTail:
 
 
 class ExpertCountsTail(CountsTail):
-    """Reader of the new records of expert_counts.bin since the last call; a restarted file is read again."""
+    """Reader of the new records of expert_counts.bin since the last call. A restarted file is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / COUNTS_FILE
@@ -212,7 +212,7 @@ MAX_READ_CHOICES = 1 << 24
 
 
 class TraceTail(CountsTail):
-    """Counter of the choices in the new steps of a trace since the last call; a truncated trace is read again."""
+    """Counter of the choices in the new steps of a trace since the last call. A truncated trace is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -19,7 +19,7 @@ from moefold.errors import ConfigError
 from moefold.message_text import Setting, format_list
 
 MAX_POINTS = 3000
-"""Maximum points of a metric; its minima and maxima are kept for any length of a run."""
+"""Maximum points of a metric. Its minima and maxima are kept for any length of a run."""
 MAX_ROLLOUTS = 1000
 """Number of newest rollouts of a run that are exported with their texts."""
 
@@ -65,7 +65,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
 
 
 def _answers(reader: RunReader) -> dict[str, Any]:
-    """Return every answer that the page requests; curves have all means, which need every step."""
+    """Return every answer that the page requests. Curves have all means, which need every step."""
     reader.read()
     while reader.summary()["has_more"]:
         reader.read()

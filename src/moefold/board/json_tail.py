@@ -16,7 +16,7 @@ from moefold.units import KIB, MIB
 MAX_READ_BYTES = 16 * MIB
 """Maximum bytes per call, unless a single line is longer: about half a second of parsing."""
 MAX_PROBLEMS = 5
-"""Maximum number of reported invalid lines; the others are only counted."""
+"""Maximum number of reported invalid lines. The others are only counted."""
 _FINGERPRINT_BYTES = 256
 
 
@@ -38,7 +38,7 @@ class JsonTail:
     as by a resumed run, it is read again from its start.
 
     Args:
-        path: the file; it may not exist yet.
+        path: the file. It may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:

@@ -51,7 +51,7 @@ def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
 MAX_METRICS = 1000
 """Limit of the columns: names in loss_metrics are arbitrary, and each metric takes 12 bytes per step."""
 DIGITS = 7
-"""Significant digits of the points of a curve; all 17 would double the bytes of an answer."""
+"""Significant digits of the points of a curve. All 17 would double the bytes of an answer."""
 LOAD = "expert_load"
 """Key of the list of a line, and name of the column with the maximum over all layers."""
 NOT_SCALAR = ("step", LOAD, "moe_layers", "memory_by_part", NONFINITE)
@@ -108,11 +108,11 @@ class MetricTable:
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics, in the order of their first appearance; metrics of a section are "section.name"."""
+        """Names of the metrics, in the order of their first appearance. Metrics of a section are "section.name"."""
         return list(self._columns)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append the metrics of a step; rows of this or a later step are dropped, as for a restarted run."""
+        """Append the metrics of a step. Rows of this or a later step are dropped, as for a restarted run."""
         if self._steps and step <= self._steps[-1]:
             self._rewind(step)
         row = len(self._steps)
@@ -151,11 +151,11 @@ class MetricTable:
         """Return a metric between two steps, with about `max_points` points at most, including minima and maxima.
 
         Values have `DIGITS` digits. One point outside of the range is kept on each side, so that lines reach the edge
-        of a picture. Smoothed curves also keep their extremes; their value at a step does not depend on range and
+        of a picture. Smoothed curves also keep their extremes. Their value at a step does not depend on range and
         number of points.
 
         Args:
-            max_points: maximum points of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
+            max_points: maximum points of the values. Each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
             weights: weights of exponential means by step.
         """
         steps, values = self.column(name)

@@ -15,7 +15,7 @@ STATIC_FILES = {
 }
 """Files in `static/` without the page, with their media types."""
 DATA_SCRIPT = "data.js"
-"""Script of an export with the data; the page of a server does not load it."""
+"""Script of an export with the data. The page of a server does not load it."""
 
 
 def page(*, is_export: bool = False) -> str:

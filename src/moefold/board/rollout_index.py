@@ -15,9 +15,9 @@ from moefold.metrics.writer import ROLLOUTS_FILE
 from moefold.units import MIB
 
 MAX_SEARCH_BYTES = 32 * MIB
-"""Maximum bytes of rollouts per search; the answer has the start of the next search."""
+"""Maximum bytes of rollouts per search. The answer has the start of the next search."""
 MAX_TEXT_CHARS = 20_000
-"""Maximum returned characters of a text; the others are only counted."""
+"""Maximum returned characters of a text. The others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class RolloutIndex:
             self._rewards.append(finite_number(line.record.get("reward")))
 
     def find(self, query: RolloutQuery) -> RolloutPage:
-        """Return the rollouts of a query, newest first; at most `MAX_SEARCH_BYTES` are read."""
+        """Return the rollouts of a query, newest first. At most `MAX_SEARCH_BYTES` are read."""
         matches: list[dict[str, Any]] = []
         num_bytes = 0
         next_before: int | None = None
@@ -112,7 +112,7 @@ class RolloutIndex:
 
 
 def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rollout for the board; values of unexpected types become texts or None."""
+    """Return the fields of a rollout for the board. Values of unexpected types become texts or None."""
     numbers = {
         key: None if (value := finite_number(record.get(key))) != value else value
         for key in ("step", "reward", "adjusted_reward", "prompt_number", "sample_number", "tokens", "log_prob")

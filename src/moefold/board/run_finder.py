@@ -60,7 +60,7 @@ def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has readable files of a run; a single config.json must be from moefold."""
+    """Return whether a folder has readable files of a run. A single config.json must be from moefold."""
     path = folder / SETTINGS_FILE
     try:
         if (folder / METRICS_FILE).is_file():

@@ -20,13 +20,13 @@ SEARCH_INTERVAL_S = 10.0
 EMPTY_SEARCH_INTERVAL_S = 1.0
 """Shorter search interval while there is no run, because a user may wait for the first run."""
 MAX_OPEN = NUM_STYLES // 2
-"""Maximum runs that a request reads in full; only the last lines of the others are read."""
+"""Maximum runs that a request reads in full. Only the last lines of the others are read."""
 MAX_READ_S = 1.0
 """Time after which a request begins to read no other run: a page with long runs shows the data read so far."""
 
 
 class RunList:
-    """Readers of all runs among and below some folders; there may be no runs yet."""
+    """Readers of all runs among and below some folders. There may be no runs yet."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         check_folders(paths)
@@ -79,7 +79,7 @@ class RunList:
     def _add_new(self) -> None:
         for run in find_runs(self.folders):
             if run.key not in self._readers:
-                self._styles[run.key] = free_style(run.key, self._styles.values())
+                self._styles[run.key] = unused_style(run.key, self._styles.values())
                 self._num_reads[run.key] = 0
                 self._readers[run.key] = RunReader(run)
         # A run that was found later may have the name of an earlier run.
@@ -89,10 +89,10 @@ class RunList:
 
 
 _STRIDE = 5
-"""Distance to the next tried colour; it is coprime to 16."""
+"""Distance to the next tried colour. It is coprime to 16."""
 
 
-def free_style(key: str, used_styles: Collection[int]) -> int:
+def unused_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.

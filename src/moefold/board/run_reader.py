@@ -167,8 +167,8 @@ class RunReader:
     def experts(self) -> dict[str, Any]:
         """Return the balance of layers over steps, and of experts if the run counts their tokens.
 
-        `shares` has a byte for each range of steps, layer and expert, in base64: 0 for no token, 1 to 255 for the
-        logarithm of its tokens over the mean, from 1/4 to 4.
+        `shares` has a byte for each range of steps, layer and expert, in base64. 0 stands for no token, 1 to 255 for
+        the logarithm of its tokens over the mean, from 1/4 to 4.
         """
         with self._lock:
             answer: dict[str, Any] = {"layers": None, "experts": None}
@@ -192,7 +192,7 @@ class RunReader:
             return answer
 
     def memory(self) -> dict[str, Any]:
-        """Return the newest memory of every rank by part; the parts are null if the run did not measure them."""
+        """Return the newest memory of every rank by part. The parts are null if the run did not measure them."""
         with self._lock:
             return {"memory": self._memory, "every": self._settings.get("metrics.memory_every")}
 

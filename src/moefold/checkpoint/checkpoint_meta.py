@@ -34,7 +34,7 @@ def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """State of a run after a step. The properties are for commands; each object loads its own state."""
+    """State of a run after a step. The properties are for commands. Each object loads its own state."""
 
     states: States
 
@@ -180,7 +180,7 @@ def _current_fields(fields: Any) -> dict[str, Any]:
 
 
 def _check_meta(meta: CheckpointMeta) -> None:
-    """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
+    """Raise TypeError for values of types that a run never writes. The contents of the sections are checked later."""
     for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
         if not isinstance(state, dict):
             raise TypeError(f"{name} is not an object")
@@ -278,7 +278,7 @@ def _check_data_files(meta: CheckpointMeta) -> None:
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return a stored model with its layers; parts from outside of this package get their defaults.
+    """Return a stored model with its layers. Parts from outside of this package get their defaults.
 
     Raises:
         ConfigError: the values are not a model.

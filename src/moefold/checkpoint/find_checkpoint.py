@@ -61,7 +61,7 @@ def wrong_name_reason(path: Path, step: int) -> str:
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 
-    Each was complete once (see `commit.commit`), so a checkpoint that lacks a file is damaged. In a remote folder,
+    Each was complete once (see `writing_job.commit`), so a checkpoint that lacks a file is damaged. In a remote folder,
     checkpoints without a manifest were never complete, and are not returned.
     """
     if isinstance(folder, RemotePath):

@@ -102,7 +102,7 @@ class OrderedHashes:
             progress.num_bytes = end
 
     def complete(self) -> dict[str, str]:
-        """Return the hashes of the complete files or tensors; call it after `with`."""
+        """Return the hashes of the complete files or tensors. Call it after `with`."""
         return {name: h.digest.hexdigest() for name, h in self._progress.items() if h.num_bytes == h.total_bytes}
 
 
@@ -132,7 +132,7 @@ class HashingWriter(dcp.FileSystemWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """File system of DCP that records the digests of data files; a `RemotePath` has the methods that it calls."""
+    """File system of DCP that records the digests of data files. A `RemotePath` has the methods that it calls."""
 
     def __init__(self, digests: dict[str, FileDigest], thread: HashingThread | None) -> None:
         super().__init__()

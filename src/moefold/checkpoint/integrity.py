@@ -39,7 +39,7 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
     """Compare the files of a checkpoint with its manifest. Collective over `world`, which shares the reading.
 
     Args:
-        world: all processes; each reads a part of the files, a block at a time.
+        world: all processes. Each reads a part of the files, a block at a time.
         checks_hashes: compare hashes; else only sizes and the content of `META_FILE`.
 
     Raises:

@@ -18,7 +18,7 @@ from moefold.remote_path import RemoteError
 
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
-"""Messages of the DCP library for a file whose end could not be written; other errors keep their message."""
+"""Messages of the DCP library for a file whose end could not be written. Other errors keep their message."""
 _CORRUPT_FILE_ERRORS = (
     AssertionError,
     AttributeError,
@@ -46,7 +46,7 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
     """Turn I/O errors and the listed exceptions into a ConfigError.
 
     Args:
-        failure: the operation that failed; the reason is appended.
+        failure: the operation that failed. The reason is appended.
         extra_errors: other exceptions to translate.
         disk: the folder of checkpoints in writing. If its disk is full, the message has the free space and the remedy.
 

@@ -1,8 +1,8 @@
 """Snapshots of a rank's state in its own host memory and in a peer's, and their restore under another mapping.
 
 After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends shards without a copy on
-another node to one peer. After a loss of ranks the other ranks still have every shard, and fill a new mapping of fewer
-ranks from memory, using the box arithmetic of `parallel/reshard.py` with snapshots instead of a model. See
+another node to one peer. After a loss of ranks the other ranks still have every shard. They fill a new mapping of fewer
+ranks from memory, with the box arithmetic of `parallel/reshard.py`, from snapshots instead of a model. See
 docs/design/048-peer-snapshots.md.
 """
 
@@ -248,7 +248,7 @@ class PeerSnapshots:
         return sum(slot.num_bytes for slot in self.generation.slots)
 
     def forget_groups(self) -> None:
-        """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
+        """Drop the references to process groups before they are destroyed. The next snapshot begins a generation.
 
         Also call it after a rollback: discarded steps are then not restored once every rank has the new snapshot.
         """
@@ -311,7 +311,7 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
-        # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
+        # The last snapshot of the previous generation is complete on every rank. The older would be a third one.
         last = max(self.generation.slots, key=lambda slot: -1 if slot.step is None else slot.step)
         self.generation.slots = [last, Snapshot()]
         shards = local_boxes(state)
@@ -399,7 +399,7 @@ class PeerSnapshots:
 
         Args:
             step: a step that every rank of the new mapping holds.
-            state: shards of the new mapping, see `checkpoint_state`; they are overwritten.
+            state: shards of the new mapping, see `checkpoint_state`. They are overwritten.
             device: device that `world` communicates from.
 
         Returns:

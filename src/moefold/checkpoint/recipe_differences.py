@@ -17,12 +17,12 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import part_keys, tables
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
-from moefold.data.fingerprint import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
+from moefold.data.fingerprint import LOCATION_KEYS, comparable, current_names, data_files, unmatched_locations
 from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped_files
 from moefold.message_text import format_list
 
 SampleOrder = dict[str, Any]
-"""The settings that determine the text of sample n; the batch size is not among them."""
+"""The settings that determine the text of sample n. The batch size is not among them."""
 
 
 def sample_order(cfg: Config) -> SampleOrder:
@@ -52,7 +52,7 @@ def data_order_change(
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
     """
-    current = _without_want(order)
+    current = _without_wanted_reward(order)
     recorded = _recorded_order(meta)
     if not meta.data_files:
         return _differences(recorded, current)
@@ -67,7 +67,7 @@ def data_order_change(
     if unmatched := unmatched_locations(old, new, recorded, current):
         return _differences({key: recorded[key] for key in unmatched}, current)
     fingerprints = comparable(old, new, fingerprints)
-    meta = relocated(meta, order, fingerprints)
+    meta = with_recipe_file_names(meta, order, fingerprints)
     dropped, more = _classify_differences(meta, fingerprints)
     if recorded["path"] != current["path"]:
         # A damaged file keeps its place: a different file at a new place is not damage.
@@ -81,10 +81,10 @@ def data_order_change(
     return "; ".join(filter(None, [_differences(locations, current), format_list(unmatched)])) if unmatched else ""
 
 
-def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
+def with_recipe_file_names(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
     """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
     old = data_files(_recorded_order(meta), meta.data_files)
-    names = names_now(old, meta.data_files, data_files(order, fingerprints), fingerprints)
+    names = current_names(old, meta.data_files, data_files(order, fingerprints), fingerprints)
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
         for field in ("data_files", "data_tokens", "data_lost")
@@ -108,10 +108,10 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
 def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
     """Return `sample_order` of a checkpoint's run."""
     # Keys missing in a checkpoint of an older version had their defaults.
-    return _without_want(sample_order(Config()) | meta.order)
+    return _without_wanted_reward(sample_order(Config()) | meta.order)
 
 
-def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
+def _without_wanted_reward(order: Mapping[str, Any]) -> dict[str, Any]:
     """Return an order without the wanted reward of generation, which changes no sample."""
     method = order[AlignmentPart.key]
     if isinstance(method, dict) and "template" in method:
@@ -145,7 +145,7 @@ def model_differences(
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
-        reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
+        reader: the model whose layers read the weights, if they differ from `model`. Its keys are also compared.
         sides: words for the stored model and for `model`.
     """
     saved = model_of(stored)

@@ -58,7 +58,7 @@ class Resume:
 def resolve_resume(cfg: Config, world: "World", fingerprints: Mapping[str, str] | None = None) -> Resume:
     """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
 
-    Collective over all ranks; each rank verifies the hashes of a part of the files.
+    Collective over all ranks. Each rank verifies the hashes of a part of the files.
 
     Raises:
         ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all

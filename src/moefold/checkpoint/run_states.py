@@ -49,7 +49,7 @@ class RunStates:
     """Registry of the objects whose state a resumed run needs; saver and loader iterate over it.
 
     The owner of an object adds it under a name. For a name that a checkpoint lacks, {} is loaded, the state of a new
-    run; the callback of a program gets back its state at the time of its first `add`.
+    run. The callback of a program gets back its state at the time of its first `add`.
 
     Args:
         initial: states of callbacks at their first `add`, by name, in which `add` stores new ones. After a regroup,

@@ -48,7 +48,7 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
     """Copy the tokenizer and the chat template of a run next to its checkpoints.
 
     Args:
-        is_resumed: whether the run continues from a checkpoint; then existing copies are kept.
+        is_resumed: whether the run continues from a checkpoint. Then existing copies are kept.
 
     Raises:
         ConfigError: a file cannot be read or written.

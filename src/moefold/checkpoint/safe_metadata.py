@@ -292,7 +292,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, type], type] = {}
 
     def _placeholder_class(self, name: str, base: type) -> type:
-        """Return the cached placeholder class of a name; a class takes more memory than its name in the file."""
+        """Return the cached placeholder class of a name. A class takes more memory than its name in the file."""
         if (name, base) not in self._classes:
             self._classes[name, base] = type(name, (base,), {})
         return self._classes[name, base]

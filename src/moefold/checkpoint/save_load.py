@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
-from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, checkpoint_folder_key, step_path
 from moefold.checkpoint.integrity import check_integrity, gather_errors
 from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import FileDigest, digest_file, write_manifest
 from moefold.checkpoint.recipe_differences import sample_order
 from moefold.checkpoint.resume import RESUME_HINT
+from moefold.checkpoint.retention import remove_folder, remove_older
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_or_short_files, read_metadata
-from moefold.checkpoint.writing_job import WritingJob
+from moefold.checkpoint.writing_job import WritingJob, commit
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.part import words_of
+from moefold.config.part import values_by_key
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
@@ -41,7 +41,7 @@ from moefold.remote_path import RemotePath
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Save planner for a state of tensors; an empty shard is not written."""
+    """Save planner for a state of tensors. An empty shard is not written."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the items of torch's plan with the places of the shards."""
@@ -111,7 +111,7 @@ def write_checkpoint(
         fault: list[Exception | None] = [None]
         if writer is not None:
             try:
-                writer.check_own(draft)
+                writer.check_still_own(draft)
                 if missing := missing_or_short_files(draft, metadata):
                     raise ConfigError(
                         f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
@@ -155,7 +155,7 @@ def _complete(
             # Another job may have just saved this step.
             writer.check(final)
             raise
-    writer.note_saved(final)
+    writer.record_saved(final)
     if isinstance(final, RemotePath):
         # The run folder, with the settings that commands read next to the checkpoints, may be on another machine.
         text = json.dumps(config_to_dict(cfg), indent=2) + "\n"
@@ -180,7 +180,7 @@ def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
         format=FORMAT,
         order=sample_order(cfg),
         model=model_sizes(cfg.model),
-        parallel=words_of(cfg.parallel),
+        parallel=values_by_key(cfg.parallel),
         dtype=cfg.run.dtype,
         states=train_state.states,
     )

@@ -39,7 +39,7 @@ class CheckpointSaver:
         self._writer: WritingJob | None = None
 
     def open_folder(self) -> None:
-        """Record the existing checkpoints on the first rank; call it before the run chooses where to resume.
+        """Record the existing checkpoints on the first rank. Call it before the run chooses where to resume.
 
         A folder that cannot be listed is reported by the first save.
         """
@@ -75,7 +75,7 @@ class CheckpointSaver:
             )
 
     def check(self) -> None:
-        """Raise the error of the last save, if it failed; call it once per step."""
+        """Raise the error of the last save, if it failed. Call it once per step."""
 
     def drain(self) -> None:
         """Wait for the pending save. Collective. More saves may follow."""
@@ -96,7 +96,7 @@ class BackgroundSaver(CheckpointSaver):
 
     Args:
         group: process group of all ranks, used only by the thread.
-        is_on_gpu: whether the state is on the GPU; its copies are then in pinned memory.
+        is_on_gpu: whether the state is on the GPU. Its copies are then in pinned memory.
     """
 
     def __init__(self, cfg: Config, group: dist.ProcessGroup, *, is_on_gpu: bool) -> None:

@@ -45,7 +45,7 @@ _STORAGE_DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""Dtypes with a typed storage class; other dtypes are in the tensor's arguments."""
+"""Dtypes with a typed storage class. Other dtypes are in the tensor's arguments."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ OnArchive = Callable[[StorageInfo, memoryview], None]
 def read_shard(
     folder: Path, shard: StoredShard, rows: slice | None = None, on_archive: OnArchive | None = None
 ) -> Tensor:
-    """Read a shard, or some rows (first dimension) of it; a remote shard is read whole by one request.
+    """Read a shard, or some rows (first dimension) of it. A remote shard is read whole by one request.
 
     Args:
-        rows: rows to read; a local file is read only there.
+        rows: rows to read. A local file is read only there.
         on_archive: called with the archive, which is then read whole; not allowed with `rows`.
 
     Raises:

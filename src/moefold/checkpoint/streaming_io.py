@@ -64,7 +64,7 @@ def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> It
 
 
 class ReusedMemory:
-    """Memory for tensors that are used one after another; the first touch of fresh memory costs more than a copy.
+    """Memory for tensors that are used one after another. The first touch of fresh memory costs more than a copy.
 
     Args:
         count: number of tensors that stay valid: a call overwrites older tensors than the last `count`.
@@ -175,7 +175,7 @@ class CheckpointSource:
 
 
 TENSOR_FILES = "*.distcp"
-"""Names of the files of tensors; the other files of a checkpoint are descriptions."""
+"""Names of the files of tensors. The other files of a checkpoint are descriptions."""
 
 
 def check_descriptions(path: Path) -> None:
@@ -188,7 +188,7 @@ def check_descriptions(path: Path) -> None:
 
 
 @contextmanager
-def checked_while_read(source: CheckpointSource) -> Iterator[None]:
+def hash_checked_reads(source: CheckpointSource) -> Iterator[None]:
     """Compare the tensor files of a local checkpoint with their hashes, in the same pass if they are read in order.
 
     A file that is not read whole, or in another order, is read at the end.

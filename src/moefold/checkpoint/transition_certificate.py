@@ -1,8 +1,8 @@
 """Certificate of a transition: the state of the new mapping's ranks equals the state of the old mapping's ranks.
 
-Training continues after a restore from snapshots only if all of this is true: no snapshot has changed in memory; ranks
-with the same box have the same bytes; each part of a parameter or moment has the hash of its old owner; every element
-has an owner, and owners of one box agree; step counts, progress of the run and random numbers continue at the same
+Training continues after a restore from snapshots only if all of this is true: No snapshot has changed in memory. Ranks
+with the same box have the same bytes. Each part of a parameter or moment has the hash of its old owner. Every element
+has an owner, and owners of one box agree. Step counts, progress of the run and random numbers continue at the same
 values. Known bugs of all these kinds are listed in docs/design/048-peer-snapshots.md.
 """
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
-from moefold.checkpoint.commit import remove_checkpoint, remove_folder
 from moefold.checkpoint.find_checkpoint import (
     named_checkpoints,
     remote_step_folders,
@@ -22,6 +21,7 @@ from moefold.checkpoint.find_checkpoint import (
     unfinished_checkpoints,
 )
 from moefold.checkpoint.manifest import MANIFEST_FILE, regular_file
+from moefold.checkpoint.retention import remove_checkpoint, remove_folder
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import Owner
 from moefold.remote_path import RemotePath
@@ -32,7 +32,7 @@ _DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
 
 
 def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
-    """Return the path where a job writes a checkpoint before `commit.commit`; in a remote folder, the final path.
+    """Return the path where a job writes a checkpoint before `commit`; in a remote folder, the final path.
 
     Two jobs never write into one folder, because a job that is suspended in a save may continue at any time.
     """
@@ -41,8 +41,19 @@ def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
     return folder / f".step-{step:06d}.{job}.partial"
 
 
+def commit(tmp: Path, final: Path) -> None:
+    """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
+
+    Raises:
+        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
+    """
+    if final.exists():
+        remove_checkpoint(final)
+    tmp.rename(final)
+
+
 @dataclass(frozen=True)
-class _Mark:
+class _WriterMark:
     """Content of `WRITER_FILE`."""
 
     job: str
@@ -64,7 +75,7 @@ class WritingJob:
         self._key = key
         self._job = uuid.uuid4().hex
         self._owner = Owner.current()
-        self._initial = {path.name: _stamp(path) for path in (*_step_folders(folder), *_drafts(folder))}
+        self._initial = {path.name: _change_stamp(path) for path in (*_step_folders(folder), *_drafts(folder))}
         self._written: set[str] = set()
 
     def create_draft(self, step: int) -> Path:
@@ -80,7 +91,7 @@ class WritingJob:
             mark = _read_mark(path)
             # A slower job is refused at the end of its save.
             if mark is not None and not self.may_replace(path) and _step_of_draft(path) > newest:
-                raise self.taken_error(path)
+                raise self.other_job_error(path)
             if _step_of_draft(path) == step and self.may_replace(path):
                 remove_folder(path)
         draft = tmp_checkpoint_path(self._folder, step, self._job)
@@ -103,16 +114,16 @@ class WritingJob:
                 continue
             mark = _read_mark(path)
             if mark is not None and mark.job != self._job:
-                raise self.taken_error(path)
+                raise self.other_job_error(path)
         if final.exists() and not self.may_replace(final):
-            raise self.taken_error(final)
+            raise self.other_job_error(final)
 
     def mark(self, draft: Path) -> None:
         """Write the name of this job into a new folder, before anything else."""
         text = json.dumps({"job": self._job, "owner": self._owner.to_json()})
         (draft / WRITER_FILE).write_text(text, encoding="utf-8")
 
-    def check_own(self, draft: Path) -> None:
+    def check_still_own(self, draft: Path) -> None:
         """Check that a folder that this job writes is still its own; delete what it wrote after a removal.
 
         Raises:
@@ -127,9 +138,9 @@ class WritingJob:
                 f"{self._key}={str(self._folder)!r}: nothing is saved; make sure that one job writes there"
             )
         if mark.job != self._job:
-            raise self.taken_error(draft)
+            raise self.other_job_error(draft)
 
-    def note_saved(self, final: Path) -> None:
+    def record_saved(self, final: Path) -> None:
         """Record that this job has saved a checkpoint."""
         self._written.add(final.name)
 
@@ -140,9 +151,9 @@ class WritingJob:
             return True
         if mark is not None and _step_of_draft(path) >= 0 and mark.owner.is_running_here():
             return False
-        return path.name in self._initial and _stamp(path) == self._initial[path.name]
+        return path.name in self._initial and _change_stamp(path) == self._initial[path.name]
 
-    def taken_error(self, path: Path) -> ConfigError:
+    def other_job_error(self, path: Path) -> ConfigError:
         """Return the error for a checkpoint that another job wrote, even partly."""
         mark = _read_mark(path)
         owner = "" if mark is None else f" ({mark.owner})"
@@ -168,7 +179,7 @@ def _step_of_draft(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _stamp(path: Path) -> tuple[object, ...]:
+def _change_stamp(path: Path) -> tuple[object, ...]:
     """Return a stamp that changes if another job replaces a checkpoint, or continues to write an unfinished one."""
     mark = _read_mark(path)
     job = "" if mark is None else mark.job
@@ -186,11 +197,11 @@ def _stamp(path: Path) -> tuple[object, ...]:
     return (job, *((name, status.st_size, status.st_mtime_ns) for name, status in statuses))
 
 
-def _read_mark(path: Path) -> _Mark | None:
+def _read_mark(path: Path) -> _WriterMark | None:
     """Return the job that wrote a checkpoint, or None for checkpoints of earlier versions."""
     try:
         fields = read_json(regular_file(path, WRITER_FILE), MAX_DESCRIPTION_BYTES)
         job, owner = fields["job"], Owner.from_json(fields["owner"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return _Mark(job, owner) if isinstance(job, str) and owner is not None else None
+    return _WriterMark(job, owner) if isinstance(job, str) and owner is not None else None

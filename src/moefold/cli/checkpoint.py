@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
-from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.find_checkpoint import (
     best_of,
     locate_checkpoint,
@@ -23,6 +22,7 @@ from moefold.checkpoint.find_checkpoint import (
 )
 from moefold.checkpoint.integrity import quick_validate, validate_content
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.checkpoint.retention import remove_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
 from moefold.config.lora import LoraConfig
@@ -296,7 +296,7 @@ def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, 
 
 
 def _shorten(value: object) -> str:
-    """Return a value as text; a long value is truncated, with its length."""
+    """Return a value as text. A long value is truncated, with its length."""
     text = str(value)
     if len(text) <= MAX_VALUE_CHARS:
         return text

@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=text)
 
     def repeated(self, name: str, metavar: str, text: str, kind: Callable[[str], Any] = str) -> None:
-        """Add an option that may be given more than once; its value is a list."""
+        """Add an option that may be given more than once. Its value is a list."""
         self.add_argument(name, action="append", default=[], type=kind, metavar=metavar, help=text)
 
     def option(self, name: str, default: Any, metavar: str | None, text: str, **settings: Any) -> None:
@@ -118,7 +118,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the path of the recipe and the overrides; the first word is an override if it is `section.key=value`."""
+    """Return the path of the recipe and the overrides. The first word is an override if it is `section.key=value`."""
     if recipe is None or ("=" in recipe and not Path(recipe).exists()):
         return None, [*([] if recipe is None else [recipe]), *overrides]
     return Path(recipe), list(overrides)

@@ -111,7 +111,7 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown_layers: list[in
     image = None
     for axes, index in zip(all_axes.flat, shown_layers, strict=False):
         share_TE = shares[:, index]
-        # A dead expert has no logarithm; it gets a separate colour.
+        # A dead expert has no logarithm. It gets a separate colour.
         logarithm = np.log2(np.where(share_TE > 0, share_TE, np.nan))
         image = axes.imshow(
             np.ma.masked_invalid(logarithm.T),

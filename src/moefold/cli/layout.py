@@ -19,7 +19,8 @@ from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import DEGREES, Layout, fold_mapping
 from moefold.topology.pipeline_layout import LayoutSyntaxError, StagePlan, expand_layout
-from moefold.validate.parallel import DEGREE_RULES, validate_pipeline_layout, validate_schedule
+from moefold.validate.parallel import DEGREE_RULES
+from moefold.validate.pipeline import validate_pipeline_layout, validate_schedule
 
 PIPELINE_KEYS = ("schedule", "schedule.path", "virtual_stages", "pipeline_layout")
 FOLD_KEYS = ("world_size", *DEGREES, "order", "moe_order")
@@ -133,7 +134,7 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
 
 
 def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
-    """Return the model with the number of layers in a pipeline layout; their sizes are unknown and unused."""
+    """Return the model with the number of layers in a pipeline layout. Their sizes are unknown and unused."""
     try:
         kinds = [part.kind for part in expand_layout(text)]
     except LayoutSyntaxError as error:

@@ -51,7 +51,7 @@ DPI = 160
 LARGE_DPI = 110
 """Dots per inch of pictures with more than `MIN_LARGE_RANKS` ranks."""
 MAX_HUE_ONLY_GROUPS = 4
-"""Maximum number of groups of a stage that differ only in hue; more groups differ in lightness too."""
+"""Maximum number of groups of a stage that differ only in hue. More groups differ in lightness too."""
 STAGE_HUE_SHARE = 0.7
 """Fraction of a stage's share of the colour wheel that its groups use."""
 INK = "#1c2430"

@@ -196,7 +196,7 @@ BAR_WIDTH = 20
 def print_stages(console: Console, plan: StagePlan, costs: Sequence[StageCost] | None) -> None:
     """Print the pipeline layout, and a row for each stage: its pp rank, parts, weights and FLOPs.
 
-    FLOPs count the forward pass, relative to the busiest stage; weights are counted on one rank. Both are in `costs`.
+    FLOPs count the forward pass, relative to the busiest stage. Weights are counted on one rank. Both are in `costs`.
     """
     table = _table(f"stages, {plan.layout}", (">stage", ">pp rank"))
     table.add_column("holds")

@@ -31,7 +31,7 @@ from moefold.terminal import print_escaped
 from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
-from moefold.validate.parallel import check_schedule_file
+from moefold.validate.pipeline import check_schedule_file
 
 if TYPE_CHECKING:
     from moefold.verify.compare import NamedError, OracleRecord
@@ -135,7 +135,7 @@ def verify(
         notes: parts of the recipe that are not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
-    from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
+    from moefold.verify.compare import compare_records, one_rank_record, run_oracle, sort_by_cause, zero_gradients
 
     base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
     if base is not None:
@@ -162,7 +162,7 @@ def verify(
     print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    causes = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
+    causes = sort_by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
     if not causes:
         print_escaped(f"equal: all {len(errors)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0

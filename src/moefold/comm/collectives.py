@@ -18,7 +18,7 @@ from moefold.comm.groups import Group
 T = TypeVar("T")
 LinearMap = Callable[[Tensor], Tensor]
 
-# torch 2.13 renamed the *_tensor collectives and warns about the old names; torch 2.11 has only the old names.
+# torch 2.13 renamed the *_tensor collectives and warns about the old names. Torch 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -66,7 +66,7 @@ def all_gather_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Te
 
 
 def reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
-    """Sum [sum(split_sizes), ...] over the members; member i gets split_sizes[i] rows. Adjoint: all_gather_uneven."""
+    """Sum [sum(split_sizes), ...] over the members. Member i gets split_sizes[i] rows. Adjoint: all_gather_uneven."""
     scatter = partial(_reduce_scatter_uneven_now, group=group, split_sizes=list(split_sizes))
     return _differentiable(x, group, scatter, partial(_all_gather_uneven_now, **scatter.keywords))
 
@@ -90,7 +90,7 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members; each member gets the sum. Adjoint: the same, as each member's use of the sum counts."""
+    """Sum over the members. Each member gets the sum. Adjoint: the same, as each member's use of the sum counts."""
     reduce = partial(all_reduce_sum, group=group)
     return _differentiable(x, group, reduce, reduce)
 
@@ -158,7 +158,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
 
 
 def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
-    """Return the tensor of member `source` on every member; on others `x` gives shape and dtype. No gradient."""
+    """Return the tensor of member `source` on every member. On others `x` gives shape and dtype. No gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
         group.record_collective("broadcast", x)
@@ -191,14 +191,14 @@ def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
 
 
 def recv(x: Tensor, group: Group, member: int) -> Tensor:
-    """Receive a tensor from a member into `x`, blocking; an empty tensor is not sent."""
+    """Receive a tensor from a member into `x`, blocking. An empty tensor is not sent."""
     if x.numel():
         dist.recv(x, group.ranks[member], group=group.handle)
     return x
 
 
 def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-    """Start to concatenate equal-shaped tensors along dim 0; with async_op, the result is valid once the work is done.
+    """Start to concatenate equal-shaped tensors along dim 0. With async_op, the result is valid once the work is done.
 
     No gradient, like all `begin_*` functions.
     """
@@ -208,7 +208,7 @@ def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-    """Start to sum tensors; this rank gets its part of the sum along dim 0."""
+    """Start to sum tensors. This rank gets its part of the sum along dim 0."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record_collective("reduce_scatter", x)

@@ -41,7 +41,7 @@ class FlightSnapshot:
     moved_s: float
     """Start of the last phase or collective, as time.time()."""
     counts: dict[str, int]
-    """Collectives launched so far per group; all members of a group launch the same collectives in the same order."""
+    """Collectives launched so far per group. All members of a group launch the same collectives in the same order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as JSON values."""
@@ -54,7 +54,7 @@ class FlightSnapshot:
 
 
 class FlightRecorder:
-    """Records the state of the training thread; any other thread may read it.
+    """Records the state of the training thread. Any other thread may read it.
 
     Args:
         hang_timeout_s: longest time without an event before the job counts as stuck; 0: no limit.
@@ -112,7 +112,7 @@ class FlightRecorder:
         self.set_phase(phase)
 
     def set_phase(self, phase: str) -> None:
-        """Start a phase; the previous phase ends."""
+        """Start a phase. The previous phase ends."""
         self._phase = phase
         self._phase_number += 1
         self._last_event_s = self.clock()
@@ -133,7 +133,7 @@ class FlightRecorder:
         """Record that this rank makes progress inside a phase, without a collective."""
         self._last_event_s = self.clock()
 
-    def credit_wait(self) -> None:
+    def note_awaited_progress(self) -> None:
         """Record that the rank that this rank waits for makes progress, so that the wait is not a hang."""
         self._credited_s = self.clock()
 

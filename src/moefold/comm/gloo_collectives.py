@@ -23,7 +23,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 class _Messages(dist.Work):
-    """Messages of a collective in flight; they keep the tensors of the messages.
+    """Messages of a collective in flight. They keep the tensors of the messages.
 
     Args:
         receives: the receives, in the order of the members.
@@ -84,7 +84,7 @@ def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist
 
 
 def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Tensor]:
-    """Return the parts of a gathered tensor, flat, in the order of the members; this rank's own part is filled."""
+    """Return the parts of a gathered tensor, flat, in the order of the members. This rank's own part is filled."""
     shards = out.view(-1).chunk(size)
     if shards[rank].data_ptr() != x.data_ptr():
         shards[rank].copy_(x.view(-1))
@@ -101,7 +101,7 @@ def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:
 def _exchange(
     sent: Sequence[Tensor], received: Sequence[Tensor], handle: dist.ProcessGroup, tag: int, finish: Callable[[], None]
 ) -> dist.Work:
-    """Send one tensor to each other member and receive one from each; the items of this rank are not used."""
+    """Send one tensor to each other member and receive one from each. The items of this rank are not used."""
     rank = handle.rank()
     size = handle.size()
     # Member r starts with r + 1: no member gets all messages first.

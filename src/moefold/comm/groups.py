@@ -295,7 +295,7 @@ def errors_on_all_ranks(world: World) -> Iterator[None]:
 
 @contextmanager
 def fake_rank(parallel: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
-    """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
+    """Create the groups of one rank of a recipe on the meta device. No other process group may exist meanwhile.
 
     Collectives return immediately and transfer nothing.
     """

@@ -58,7 +58,7 @@ def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
 
 
 def unpack(packed: Tensor, like: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-    """Return the arrays of `pack` as views of its bytes on any device; only dtypes and shapes of `like` are read."""
+    """Return the arrays of `pack` as views of its bytes on any device. Only dtypes and shapes of `like` are read."""
     tensors = []
     start = 0
     for array in like:

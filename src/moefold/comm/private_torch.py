@@ -58,7 +58,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def import_compiler() -> None:
-    """Import torch's compiler before ranks are forked; otherwise the first step of each rank does, in a second."""
+    """Import torch's compiler before ranks are forked. Otherwise the first step of each rank does, in a second."""
     torch.compiler.disable(lambda: None)
 
 
@@ -73,7 +73,7 @@ def shard_in_graph(tensor: DTensor) -> Tensor:
 
 
 def dtensor_like(like: DTensor, shard: Tensor) -> DTensor:
-    """Return a DTensor of another shard with the same shape and type; torch's operators take 2 ms for it."""
+    """Return a DTensor of another shard with the same shape and type. Torch's operators take 2 ms for it."""
     return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -219,7 +219,7 @@ def cudnn_attention_backward() -> Any:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail on the device with a message if a scalar bool tensor is False; the host does not wait for it."""
+    """Fail on the device with a message if a scalar bool tensor is False. The host does not wait for it."""
     torch._assert_async(condition, message)
 
 
@@ -291,7 +291,7 @@ _GROUP_TABLES = (
 
 
 @contextmanager
-def set_aside_process_groups() -> Iterator[None]:
+def without_process_groups() -> Iterator[None]:
     """Run the block as in a process without process groups; restore the existing groups after it.
 
     A default process group can be created and destroyed in the block without destroying a group from outside. The
@@ -457,9 +457,9 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
 
     Args:
         group: a parameter group on a CPU, without offloading of its parameters.
-        reduce: takes this rank's gradients of whole parameters, those that are sharded along another dim than the first
-            with their shards one after the other along the first, the type to reduce in, and the numbers of the
-            parameters in the group; returns the gradients of this rank's shards.
+        reduce: takes this rank's gradients of whole parameters, the type to reduce in, and the numbers of the
+            parameters in the group. A gradient that is sharded along another dim than the first has its shards one
+            after the other along the first. Returns the gradients of this rank's shards.
     """
     # Another replacement may be there already.
     accumulate = partial(type(group).post_backward, group)
@@ -543,7 +543,7 @@ class NvshmemOps:
     """Symmetric memory of a group over NVSHMEM; see `comm.row_exchange.SymmetricMemoryOps`.
 
     Args:
-        group: group on CUDA; the allocations of all groups of a process use the same backend.
+        group: group on CUDA. The allocations of all groups of a process use the same backend.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

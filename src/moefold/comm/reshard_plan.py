@@ -3,10 +3,10 @@
 The mappings have the same ranks or disjoint ranks. If they are disjoint, the ranks of the target have higher numbers.
 
 Under one mapping, two shards of a tensor are equal or disjoint boxes. So the boxes of the source mapping cut the box
-that a rank needs into parts, and each part comes from one rank: from the rank itself if it holds the part, otherwise
-from a holder on the same node, otherwise from any holder. Among several holders, the holder that sends least so far is
-chosen. Parts that are sent are cut further and collected into buckets, so that no rank sends or receives more than a
-number of bytes in one bucket. The plan is a function of integers: every rank computes the same plan.
+that a rank needs into parts, and each part comes from one rank. That is the rank itself if it holds the part, otherwise
+a holder on the same node, otherwise any holder. Among several holders, the holder that sends least so far is chosen.
+Parts that are sent are cut further and collected into buckets, so that no rank sends or receives more than a number of
+bytes in one bucket. The plan is a function of integers: every rank computes the same plan.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ class ReshardPlan:
     local: tuple[BoxTransfer, ...]
     """Parts that a rank holds already."""
     buckets: tuple[tuple[BoxTransfer, ...], ...]
-    """Parts that are sent; all tensors of a bucket have elements of the same number of bytes."""
+    """Parts that are sent. All tensors of a bucket have elements of the same number of bytes."""
     coinciding: tuple[frozenset[str], ...]
     """Per rank, the tensors whose boxes are equal under both mappings."""
 
@@ -57,7 +57,7 @@ def plan_reshard(
 
     Args:
         source: the mapping that holds the weights.
-        target: the mapping that needs them; it may lack layers of multi-token prediction.
+        target: the mapping that needs them. It may lack layers of multi-token prediction.
         itemsize: bytes of an element in a message, by tensor of the target.
         max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket; at least one element.
         ranks_per_node: consecutive ranks that share a node; None if all do.
@@ -103,7 +103,7 @@ def plan_box_transfers(
     """Plan how ranks get boxes from the ranks that hold the tensors.
 
     Args:
-        holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
+        holders: the ranks that hold each box, by tensor. The boxes of a tensor do not overlap.
         wanted_boxes: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
         itemsize: bytes of an element in a message, by tensor.
         max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket.

@@ -5,7 +5,7 @@ that each pass hides the collectives of the other. Without overlap, blocks and s
 same parts; `run_to_end` runs the generator of an MoE layer.
 
 The backward pass is one ordinary autograd call. At each collective of an MoE layer it launches the collective, resumes
-the forward pass up to the launch of its next collective, and only then waits. One thread does all of this, so the order
+the forward pass up to the launch of its next collective, and only then waits. One thread does all of this. So the order
 in which a rank launches collectives depends only on the two passes, which are the same on all ranks of the stage.
 """
 
@@ -69,7 +69,7 @@ class BackwardOverlap:
 
     @contextmanager
     def backward(self, forward_task: ResumableTask[Any]) -> Iterator[None]:
-        """Resume `forward_task` during the backward pass inside this context; the task need not finish there."""
+        """Resume `forward_task` during the backward pass inside this context. The task need not finish there."""
         assert self._forward_task is None, "one forward pass at a time"
         self._forward_task = forward_task
         try:

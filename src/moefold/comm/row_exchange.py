@@ -1,7 +1,7 @@
 """Exchange of rows over symmetric memory, with split sizes that stay on the device: the host never waits for them.
 
 Built on `torch.ops.symm_mem.all_to_all_vdev_2d` and its inverse `all_to_all_vdev_2d_offset` (torch 2.11, NVSHMEM).
-Tested over gloo against an emulation of their contract; it has not been run on a GPU.
+Tested over gloo against an emulation of their contract. It has not been run on a GPU.
 """
 
 from typing import Protocol
@@ -28,7 +28,7 @@ class SymmetricMemoryOps(Protocol):
         ...
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
-        """Send each segment of rows to the rank of its expert; all tensors are symmetric.
+        """Send each segment of rows to the rank of its expert. All tensors are symmetric.
 
         Args:
             rows: rows to send, rank-major, [N, W].
@@ -55,7 +55,7 @@ class RowExchange:
 
     Each rank of an exchange writes the sizes of its segments to its peers, waits for a barrier, and reads the rows from
     the send buffers of its peers. Until the barrier of the next exchange, a peer may therefore still read a send buffer
-    of this exchange, and may already write the sizes of the next exchange: so two of each buffer alternate.
+    of this exchange, and may already write the sizes of the next one. So two of each buffer alternate.
 
     Args:
         ops: operations on symmetric memory over the ranks of ep.

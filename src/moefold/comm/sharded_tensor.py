@@ -1,7 +1,7 @@
 """The part of a logical tensor that a DTensor holds on a rank, and the whole tensor.
 
-torch's own offsets, and its `full_tensor`, are wrong where FSDP cuts shards of tensor parallelism of different sizes
-(a vocabulary that tp does not divide): they take the k-th parts of all shards together, as if these had one size.
+torch's own offsets, and its `full_tensor`, are wrong where FSDP cuts shards of tensor parallelism of different sizes (a
+vocabulary that tp does not divide). They take the k-th parts of all shards together, as if these had one size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +62,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         key = (count // MESSAGE_ELEMENTS, tensor.dtype, *_sharding_groups(tensor))
         messages.setdefault(key, []).append(name)
     for (_, _, *groups), names in messages.items():
-        wholes = [_own_part(tensors[name]) for name in names]
+        wholes = [_local_part(tensors[name]) for name in names]
         if groups:
             message = torch.cat([full.flatten() for full in wholes])
             for group in groups:
@@ -72,7 +72,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield from zip(names, wholes, strict=True)
 
 
-def _own_part(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part in a tensor of the whole shape, which is zero elsewhere."""
     if not isinstance(tensor, DTensor):
         return tensor

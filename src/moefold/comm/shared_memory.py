@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: each maps the same pages, so a rank reads what another has written.
 
-The memory is anonymous (memfd): it has no name in /dev/shm, whose size a container limits, and the kernel frees it when
-the last process that maps it has ended in any way.
+The memory is anonymous (memfd), without a name in /dev/shm, whose size a container limits. The kernel frees it when the
+last process that maps it has ended in any way.
 """
 
 import mmap
@@ -33,7 +33,7 @@ class SharedFile:
     pid: int
     descriptor: int
     identity: tuple[int, int]
-    """Device and inode of the file; they differ for a process with the same number in another container."""
+    """Device and inode of the file. They differ for a process with the same number in another container."""
 
 
 def share_file(descriptor: int) -> SharedFile:
@@ -169,7 +169,7 @@ class PipeBarrier:
         """Return when all members have called this as often as this member.
 
         Args:
-            operation: describes what the barrier orders; its `repr` is the same on all members.
+            operation: describes what the barrier orders. Its `repr` is the same on all members.
 
         Raises:
             DistError: a member has ended, or has not arrived within the time limit.
@@ -243,7 +243,7 @@ PIECE_BYTES = 4 << 20
 
 
 class SharedExchange:
-    """Collectives of the members of a group; all members call the same collectives in the same order.
+    """Collectives of the members of a group. All members call the same collectives in the same order.
 
     The two halves of the memory are used alternately. A rank overwrites a half after the barrier that follows the next
     piece: every member enters that barrier only when it has read the old content of the half.
@@ -263,7 +263,7 @@ class SharedExchange:
         """The shared memory."""
         return self._halves
 
-    def serves(self, group: dist.ProcessGroup) -> bool:
+    def has_members_of(self, group: dist.ProcessGroup) -> bool:
         """Return whether a process group, of any communicator, has the members of this exchange."""
         return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 
@@ -277,7 +277,7 @@ class SharedExchange:
         """Sum tensors over the members, in their order; return this rank's rows of each sum.
 
         Args:
-            tensors: of the same shapes on all members; rows are cut as `torch.chunk` cuts them, so that the last
+            tensors: of the same shapes on all members. Rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
             dtype: of the sums; tensors of another type are converted.
             tensor_indices: positions of the tensors in the list of the caller; other positions on another member are an
@@ -308,7 +308,7 @@ class SharedExchange:
         """Fill the other members' slices of tensors.
 
         Args:
-            member_slices: for each tensor the slices of all members, flat; this rank's are filled.
+            member_slices: for each tensor the slices of all members, flat. This rank's are filled.
         """
         dtype = member_slices[0][0].dtype
         for piece in _pieces(member_slices, PIECE_BYTES // dtype.itemsize):

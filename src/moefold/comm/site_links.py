@@ -1,9 +1,9 @@
 """Exchange between the ranks of the same number on several sites.
 
 Each site is a job with its own process groups. Rank r of a site has one gloo process group with rank r of the other
-sites of a round, built directly on a key-value store, which is not a store of the jobs. A thread exchanges and sums a
-vector in parts of bounded size, while training may continue. Every member adds the parts in the order of the members,
-so all of them get the same bits.
+sites of a round. It is built directly on a key-value store, which is not a store of the jobs. A thread exchanges and
+sums a vector in parts of bounded size, while training may continue. Every member adds the parts in the order of the
+members, so all of them get the same bits.
 """
 
 import time
@@ -64,7 +64,7 @@ class SiteRound:
     members: tuple[int, ...]
     """The sites of the round, ascending, this site included."""
     weights: tuple[float, ...]
-    """Weight of each member; a member of weight 0 takes part, and its values are not read."""
+    """Weight of each member. A member of weight 0 takes part, and its values are not read."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Probe:
     """Values that the same rank of the other sites compares with its own."""
 
     key: int
-    """Key below 2**63; probes with different keys or sizes are not exchanged."""
+    """Key below 2**63. Probes with different keys or sizes are not exchanged."""
     values: Tensor
     """Values of the probe, on the host."""
 
@@ -132,7 +132,7 @@ class SiteLinks:
 
         Args:
             round_: members and weights.
-            delta: the vector of this site, on the host, of the same size and type on all members; it must not change
+            delta: the vector of this site, on the host, of the same size and type on all members. It must not change
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
             num_gathered: number of the last coded elements that are not averaged: the result has these elements of each
@@ -177,7 +177,7 @@ class SiteLinks:
         return gloo_group(store, member, 2, self._host, self._timeout)
 
     def drop(self) -> None:
-        """Drop the connections after a failed round; the next round has a new epoch."""
+        """Drop the connections after a failed round. The next round has a new epoch."""
         self._group = None
         self._return_group = None
         self._epoch = ""

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.comm.flight_recorder import FlightRecorder
 
 MESSAGE_TIMEOUT = timedelta(days=30)
-"""Longest wait for a message. A round of rollouts may take longer than `faults.timeout_s`; the watchdog finds ranks
+"""Longest wait for a message. A round of rollouts may take longer than `faults.timeout_s`. The watchdog finds ranks
 that make no progress."""
 
 
@@ -48,7 +48,7 @@ class JobSplit:
         return rank >= self.num_training
 
     def ranks_like(self, rank: int) -> range:
-        """Return the ranks of the job with the same work as `rank`; they share a default process group."""
+        """Return the ranks of the job with the same work as `rank`. They share a default process group."""
         return self.sampling_ranks if self.samples(rank) else self.training_ranks
 
 
@@ -110,7 +110,7 @@ class JobLink:
 
 
 class PendingSend:
-    """Sends of a tensor or object that may be in flight; it keeps the sent tensors."""
+    """Sends of a tensor or object that may be in flight. It keeps the sent tensors."""
 
     def __init__(self, sends: list[tuple[dist.Work, Tensor]]) -> None:
         self._sends = sends

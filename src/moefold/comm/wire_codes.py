@@ -33,7 +33,7 @@ class WireCode(ABC):
 
     @property
     def block(self) -> int:
-        """Elements that are coded together; their code depends on no other elements."""
+        """Elements that are coded together. Their code depends on no other elements."""
         return self.format.block
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Fp4Code(_BlockCode):
         nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten()[:numel].int()
         level = nibbles & 7
         bits = level + (_EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1) << _MANTISSA_BITS
-        # A level of 0 is 0; the sign is the highest of 32 bits.
+        # A level of 0 is 0. The sign is the highest of 32 bits.
         bits = bits * (level > 0) | nibbles >> 3 << 31
         return bits.view(torch.float32)
 

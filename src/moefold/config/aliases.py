@@ -340,6 +340,6 @@ def is_known_path(name: str) -> bool:
     return "." in path and any(path in table for table in (KEY_OF, RELATED_KEY_OF, ANSWER_OF))
 
 
-def our_value(key: str, value: str) -> str:
+def moefold_value(key: str, value: str) -> str:
     """Return the value of a recipe key for a value of other software; "" if none is known."""
     return VALUE_OF.get((key, value.lower()), "")

@@ -66,5 +66,5 @@ class CheckpointConfig:
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves at all; if so, it also saves when a signal stops it."""
+        """Return whether the run saves at all. If so, it also saves when a signal stops it."""
         return self.every > 0 or self.at_end

@@ -54,7 +54,7 @@ def as_part(value: Any, group: type[AnyPart]) -> AnyPart:
 
 
 def chosen_parts(recipe: Config) -> Iterator[Part]:
-    """Yield the part of each group that a recipe chooses; some kinds do not have every group."""
+    """Yield the part of each group that a recipe chooses. Some kinds do not have every group."""
     parts = (read_key(recipe, group.key) for group in groups())
     return (part for part in parts if part is not None)
 

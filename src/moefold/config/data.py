@@ -66,7 +66,7 @@ class DataConfig:
     subset: Annotated[str, ReadIf("data.kind=huggingface")] = ""
     """Configuration of a hub data set that has several (huggingface)."""
     revision: Annotated[str, ReadIf("data.kind=huggingface")] = ""
-    """Commit, tag or branch of a hub data set; only a commit always gives the same text (huggingface)."""
+    """Commit, tag or branch of a hub data set. Only a commit always gives the same text (huggingface)."""
     streaming: Annotated[bool, ReadIf("data.kind=huggingface")] = False
     """Tokenise during training, in bounded memory and without a cache (huggingface)."""
     chat_template: Annotated[str, ReadIf("data.kind=sft|preference|prompts")] = ""
@@ -99,7 +99,7 @@ class DataConfig:
 
     @property
     def may_have_documents(self) -> bool:
-        """Return whether a sample may hold several documents; the samples of a program are not known before it runs."""
+        """Return whether a sample may hold several documents. The samples of a program are not known before it runs."""
         return self.has_documents or self.kind == "program"
 
     @property

@@ -41,7 +41,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             section, _, key = name.partition(".")
             before = getattr(getattr(cfg, section, None), key, None)
             value = counted_layers(before, value) if key == "layers" and type(value) is int else value
-            value = _whole(name, value, before)
+            value = _completed(name, value, before)
             trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
     edited = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
@@ -65,7 +65,7 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: _edited(before, f"{path}.{name}", inner, value)})
     for last in reversed(inner):
         value = {last: value}
-    value = _whole(f"{path}.{name}", value, before)
+    value = _completed(f"{path}.{name}", value, before)
     if not isinstance(owner, Part | Table):
         value = build_table(f"{path}.{name}", value, before) if inner else value
         return replace(owner, **{name: value})
@@ -75,8 +75,8 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
     return replace(owner, **checked_settings(path, kind, part, {**table, name: value}))
 
 
-def _whole(path: str, value: Any, before: Any) -> Any:
-    """Return a value; a table of the same kind is completed from the value that it changes."""
+def _completed(path: str, value: Any, before: Any) -> Any:
+    """Return a value. A table of the same kind is completed from the value that it changes."""
     kind = before.kind if isinstance(before, Part) else None
     is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
     table = merged(path, as_plain(before), value) if is_change else value

@@ -23,14 +23,14 @@ class FaultsConfig:
     """Handling of a loss or gradient norm far above the last steps' values, as in `nonfinite`; log: report it and
     continue."""
     spike_factor: Annotated[float, POSITIVE, ReadIf("faults.spike!=ignore")] = 10.0
-    """Spike threshold: standard deviations above the median of the last steps; the deviation is estimated from the
+    """Spike threshold: standard deviations above the median of the last steps. The deviation is estimated from the
     median absolute deviation (Hampel identifier), and is at least 1 % of the median."""
     spike_window: Annotated[int, at_least(3), MaxMagnitude(10**6), ReadIf("faults.spike!=ignore")] = 50
     """Number of last steps that a spike is compared with; no detection before there are as many."""
     max_skips: Annotated[int, at_least(1), ReadIf("faults.nonfinite=skip faults.spike=skip")] = 10
-    """Maximum number of consecutive skipped steps; the next one stops the run."""
+    """Maximum number of consecutive skipped steps. The next one stops the run."""
     max_rollbacks: Annotated[int, at_least(1), ReadIf("faults.nonfinite=rollback faults.spike=rollback")] = 3
-    """Maximum number of rollbacks of a run; the next one stops it."""
+    """Maximum number of rollbacks of a run. The next one stops it."""
     straggler_factor: Annotated[
         float,
         Bound("must be above 1, or 0 (off)", lambda factor: factor > 1 or factor == 0),
@@ -47,7 +47,7 @@ class FaultsConfig:
     resumes. regroup: the other ranks continue in their processes, with fewer data-parallel replicas and the same global
     batch, from memory or the last checkpoint ([elastic.md](elastic.md#continuing-without-a-restart))."""
     min_ranks: Annotated[int, at_least(1), ReadIf("faults.on_loss=regroup")] = 1
-    """Minimum number of ranks after a regroup; with fewer, the job ends."""
+    """Minimum number of ranks after a regroup. With fewer, the job ends."""
 
     @property
     def regroups(self) -> bool:

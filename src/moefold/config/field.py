@@ -40,7 +40,7 @@ class ReadIf:
 class VerifyAs(Enum):
     """Class of a key for `moefold verify`.
 
-    A mark of a section is the class of all its keys without a mark of their own. A key without any mark changes the
+    It annotates a key, or a section for all its keys without an annotation of their own. A key without any changes the
     maths of a step: the oracle must read the key when the recipe sets it. `moefold verify` refuses a recipe with such a
     key that no formula has read, because the verdict would mean nothing.
     """

@@ -92,8 +92,8 @@ def keys_of_same_run() -> frozenset[str]:
     verification = verification_by_key()
     return frozenset(
         name
-        for name, marks in _marks_by_key().items()
-        if SAME_RUN in marks and verification[name] is not VerifyAs.START
+        for name, annotations in _annotations_by_key().items()
+        if SAME_RUN in annotations and verification[name] is not VerifyAs.START
     )
 
 
@@ -101,28 +101,32 @@ def keys_of_same_run() -> frozenset[str]:
 def verification_by_key() -> dict[str, VerifyAs | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
-        name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyAs)), None)
-        for name, marks in _marks_by_key().items()
+        name: next((annotation for annotation in reversed(annotations) if isinstance(annotation, VerifyAs)), None)
+        for name, annotations in _annotations_by_key().items()
     }
 
 
 @cache
 def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[ReadIf, ...]]:
-    """Return the conditions under which each key has an effect, by "section.key"; keys without a condition are absent.
+    """Return the conditions under which each key has an effect, by "section.key". Keys without a condition are absent.
 
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
     """
-    table_marks = {f"{path}.{key}": marks for path, owner in tables for key, marks in metadata_of(owner).items()}
+    of_tables = {
+        f"{path}.{key}": annotations for path, owner in tables for key, annotations in metadata_of(owner).items()
+    }
     by_key = {
-        name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
-        for name, marks in (_marks_by_key() | table_marks).items()
+        name: tuple(
+            annotation for annotation in annotations if isinstance(annotation, ReadIf) and annotation.conditions != name
+        )
+        for name, annotations in (_annotations_by_key() | of_tables).items()
     }
     return {name: conditions for name, conditions in by_key.items() if conditions}
 
 
 @cache
-def _marks_by_key() -> dict[str, tuple[Any, ...]]:
+def _annotations_by_key() -> dict[str, tuple[Any, ...]]:
     """Return the metadata of each key by "section.key": the section's, then the key's, which takes precedence."""
     return {
         f"{section}.{key}": (*metadata_of(Config)[section], *metadata)

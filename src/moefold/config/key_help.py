@@ -27,8 +27,8 @@ from moefold.config.suggestions import (
     last_name,
     owner_of,
     owners_of,
+    part_annotations,
     part_keys,
-    part_marks,
     sections,
     tables,
 )
@@ -80,8 +80,8 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
 
 def _choices_of(path: str) -> tuple[tuple[str, str], ...]:
     """Return the kinds that a key may name, each with the docstring of its class; empty if it chooses no part."""
-    mark = part_marks().get(path)
-    classes = mark.classes() if mark else ()
+    annotation = part_annotations().get(path)
+    classes = annotation.classes() if annotation else ()
     return tuple((kind_of(part), " ".join((part.__doc__ or "").split())) for part in classes)
 
 

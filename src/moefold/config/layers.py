@@ -118,8 +118,8 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     for key in ("attention", "linear_attention", "norm", "residual"):
         if isinstance(kind := getattr(model, key), str):
             owner: Any = type(model)
-            [mark] = metadata_of(owner)[key]
-            raise ConfigError(unknown_kind(f"model.{key}", mark.group, kind, mark.words))
+            [annotation] = metadata_of(owner)[key]
+            raise ConfigError(unknown_kind(f"model.{key}", annotation.group, kind, annotation.words))
     built = {
         row: Layer(
             hidden_size=model.hidden_size,

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 10_000
 MAX_INTEGER_BITS = 200
 """Maximum bits of an integer that error messages print in digits."""
 MAX_NESTING_DEPTH = 8
-"""Nesting depth of lists in a value; no key takes more than one level."""
+"""Nesting depth of lists in a value. No key takes more than one level."""
 
 MAX_INTEGER = 2**53
 """Default bound of integers: exact in JSON and float64."""

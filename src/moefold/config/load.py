@@ -13,14 +13,14 @@ from typing import Any, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.config.aliases import key_hint, our_value
+from moefold.config.aliases import key_hint, moefold_value
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.key_annotations import max_magnitude
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.part import KindOf, Part, Table, tables_of
-from moefold.config.part_registry import find_part, kinds_in_words
+from moefold.config.part_registry import find_part, kinds_text
 from moefold.config.part_table import (
     NONE,
     brief_problem,
@@ -34,6 +34,7 @@ from moefold.config.plugins import raise_missing
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
+    annotation_at,
     choices_of,
     closest_match,
     default_of,
@@ -43,7 +44,6 @@ from moefold.config.suggestions import (
     group_at,
     key_types,
     list_advice,
-    mark_at,
     paths_with,
     sections,
     wrong_kind,
@@ -57,7 +57,7 @@ Problems = dict[str, str | Problem | ConfigError]
 AUTO_MAPPING = "auto"
 """Value of `parallel = "auto"` at the top level, short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
-"""Maximum length of the name in an override, because messages repeat it; all keys are much shorter."""
+"""Maximum length of the name in an override, because messages repeat it. All keys are much shorter."""
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path()) -> list[str]:
@@ -161,12 +161,12 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
         return tree, {}
     try:
         base = load_preset(preset)
-        return {**tree, "model": merged("model", base, model | _counted(base, model))}, {}
+        return {**tree, "model": merged("model", base, model | _with_layer_count(base, model))}, {}
     except ConfigError as error:
         return tree, {"model.preset": str(error)}
 
 
-def _counted(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def _with_layer_count(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Return the layers of a [model] that only has their number, with the kinds of another [model]."""
     count = over.get("layers")
     return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
@@ -242,12 +242,12 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     if not isinstance(keys, dict):
         return ""
     owner, dot, _ = key.partition(".")
-    is_setting = bool(dot) and mark_at(f"{section}.{owner}") is not None
+    is_setting = bool(dot) and annotation_at(f"{section}.{owner}") is not None
     value = parsed_value(text) if is_setting else _override_value(section, key, text)
     if group_at(path) is not None:
         value = resolve_kind_path(value, folder)
     if path == "model.layers":
-        value = _counted(keys, {key: value}).get(key, value) if key in keys else value
+        value = _with_layer_count(keys, {key: value}).get(key, value) if key in keys else value
     dropped = _merge_override(tree, [section, *(key.split(".") if is_setting else [key])], value)
     left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
@@ -280,7 +280,7 @@ def _override_value(section: str, key: str, text: str) -> Any:
     value = parsed_value(text)
     types = get_args(key_types(section).get(key)) or (key_types(section).get(key),)
     takes_text = str in types and not (type(value) is int and int in types)
-    takes_table = mark_at(f"{section}.{key}") is not None
+    takes_table = annotation_at(f"{section}.{key}") is not None
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
@@ -308,9 +308,9 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     """Return whether a value is finite, not oversized and, for a choice, of its exact type."""
     if is_oversized(value):
         return False
-    mark = mark_at(f"{section}.{key}")
-    if isinstance(mark, KindOf):
-        return isinstance(value, str) and mark.takes(value)
+    annotation = annotation_at(f"{section}.{key}")
+    if isinstance(annotation, KindOf):
+        return isinstance(value, str) and annotation.takes(value)
     if choices := choices_of(section, key):
         return any(value == choice and type(value) is type(choice) for choice in choices)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -353,7 +353,7 @@ def _type_problem(section: str, key: str, value: Any) -> Problem:
     group = group_at(name)
     if group and isinstance(value, str):
         return wrong_kind(name, value)
-    expected = kinds_in_words(group, choices_of(section, key)) if group else describe_key(section, key)
+    expected = kinds_text(group, choices_of(section, key)) if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     if "a list of strings" in expected and (advice := list_advice(name, value)):
@@ -362,7 +362,7 @@ def _type_problem(section: str, key: str, value: Any) -> Problem:
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
-        guess = spelled[0] if spelled else our_value(name, value) or closest_match(value, choices)
+        guess = spelled[0] if spelled else moefold_value(name, value) or closest_match(value, choices)
     return brief_problem(name, value, f"must be {expected}", f"did you mean {guess!r}?" if guess else "")
 
 

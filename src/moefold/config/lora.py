@@ -11,7 +11,7 @@ class LoraConfig:
     """Low-rank adapters of frozen weights ([lora.md](lora.md), arXiv:2106.09685)."""
 
     rank: Annotated[int, at_least(0, "0: no adapters")] = 0
-    """Rank of the adapters, the only trained weights: W x + (alpha / rank) B A x for each matrix W of `targets`; all
+    """Rank of the adapters, the only trained weights: W x + (alpha / rank) B A x for each matrix W of `targets`. All
     other weights are frozen. 0: no adapters, all weights are trained."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """Scale of the adapters: B A is multiplied by alpha / rank."""

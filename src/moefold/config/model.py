@@ -18,7 +18,7 @@ class ModelConfig(Section):
     """Sizes and kinds of a decoder-only transformer. `preset` sets the keys that the recipe leaves out."""
 
     preset: Annotated[str, SAME_TENSORS, VerifyAs.SIZE] = ""
-    """Named model shape (see `moefold train --keys`); keys of the recipe take precedence."""
+    """Named model shape (see `moefold train --keys`). Keys of the recipe take precedence."""
     layers: Annotated[int | str, MaxMagnitude(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
     "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:

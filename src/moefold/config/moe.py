@@ -52,7 +52,7 @@ class MoEConfig(Section):
     ] = 0.0
     """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
     router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64"), VerifyAs.FORMAT] = "float32"
-    """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
+    """Minimum precision of the router's computation. With run.dtype="float64" it is float64."""
     weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), VerifyAs.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; adds one number per routed token in the all-to-all."""
@@ -62,5 +62,5 @@ class MoEConfig(Section):
     trace_every: Annotated[int, at_least(0, "0: never"), VerifyAs.FILES] = 0
     """Write each token's experts to RUN_DIR/routing every this many steps, one or two bytes per choice; 0: never."""
     replay: str = ""
-    """Run with a routing trace, whose expert choices are replayed step by step; the routing weights are computed from
+    """Run with a routing trace, whose expert choices are replayed step by step. The routing weights are computed from
     the current scores."""

@@ -23,7 +23,7 @@ class ParallelConfig(Section):
     cp: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Context parallelism: each rank holds seq_len / cp tokens of a sample."""
     pp: Annotated[int, at_least(1), MaxMagnitude(4096)] = 1
-    """Pipeline-parallel ranks; both views share them."""
+    """Pipeline-parallel ranks. Both views share them."""
     ep: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Expert parallelism: each rank holds num_experts / ep experts."""
     etp: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
@@ -49,12 +49,12 @@ class ParallelConfig(Section):
     overlap_tp: Annotated[bool, ReadIf("parallel.tp")] = False
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
-    ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
+    ([kernels.md](kernels.md)). For GPUs. Each GEMM is smaller by a factor of tp."""
     context: Annotated[str | Part, KindOf("context")] = "ring"
     """Context-parallel attention under cp: how each rank attends to the whole sequence."""
     elastic: bool = False
     """Under torchrun or srun, take world_size from the launcher: dp and edp follow from the available ranks, also after
-    a restart with fewer nodes; the global batch stays. Without a launcher, moefold starts world_size ranks."""
+    a restart with fewer nodes. The global batch stays. Without a launcher, moefold starts world_size ranks."""
 
     @property
     def dp(self) -> int:

@@ -43,7 +43,7 @@ class ParamSpec:
     tp_heads: int = 0
     """Heads along `tp_dim`, which is replicated if tp does not divide them; 0: always sharded."""
     etp_dim: int | None = None
-    """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
+    """Dim of routed experts sharded by expert tensor parallelism. Dim 0 is sharded over ep."""
     never_as_matrix: bool = False
     """True if optimizers with a special update of matrices, such as Muon, update this matrix like a vector."""
     matrix_rows: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether the parameter is a matrix, or a matrix of each expert; only matrices have weight decay."""
+        """Return whether the parameter is a matrix, or a matrix of each expert. Only matrices have weight decay."""
         return len(self.shape) - self.is_expert > 1
 
     @property
@@ -109,7 +109,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelShards:
-    """Parameter sharded over data-parallel ranks; the first ranks hold `rows` rows, the last ones fewer or none."""
+    """Parameter sharded over data-parallel ranks. The first ranks hold `rows` rows, the last ones fewer or none."""
 
     total_rows: int
     rows: int

@@ -41,7 +41,7 @@ class KindOf(NamedTuple):
         return kinds_with(self.group, *self.required) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
-        """Return whether the key may name a kind; the class of a built-in kind is imported to read the fact."""
+        """Return whether the key may name a kind. The class of a built-in kind is imported to read the fact."""
         if kind not in built_in_kinds(self.group):
             return kind in kinds(self.group)
         name, value = self.required
@@ -95,7 +95,7 @@ class Part:
     """Kind of a class of `parts/GROUP.py`; empty: the file, or the entry point, names the kind."""
 
     def __init_subclass__(cls, *, kind: str = "") -> None:
-        """Guard the methods of a class from outside, so that errors name it; see `part_faults`.
+        """Guard the methods of a class from outside, so that errors name it; see `part_failures`.
 
         Args:
             kind: `own_kind`.
@@ -103,7 +103,7 @@ class Part:
         if kind:
             cls.own_kind = kind
         if not cls.__module__.startswith("moefold."):
-            from moefold.config.part_faults import guard_methods
+            from moefold.config.part_failures import guard_methods
 
             guard_methods(cls)
 
@@ -129,11 +129,11 @@ class Part:
         """Yield the keys without effect with this part, except keys of parts of other kinds; called like `check`."""
         yield from ()
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with small sizes and the same code paths, for `moefold verify --shrink`."""
         nested = {field.name: getattr(self, field.name) for field in fields(self)}
-        small = {name: part.shrink(to) for name, part in nested.items() if isinstance(part, Part)}
-        return replace(self, **small) if small else self
+        shrunk = {name: part.shrink(small) for name, part in nested.items() if isinstance(part, Part)}
+        return replace(self, **shrunk) if shrunk else self
 
     def formula(self) -> Any:
         """Return the part in float64 for the oracle: a function, or a named tuple of functions and facts.
@@ -176,7 +176,7 @@ def missing_method(part: Part, method: str) -> RunError:
 
 
 def keys_of(section: Any) -> dict[str, Any]:
-    """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
+    """Return the keys of a section of a recipe by name. A part from outside is a table (`Part.as_table`)."""
     return {field.name: as_plain(getattr(section, field.name)) for field in fields(section)}
 
 
@@ -200,13 +200,13 @@ def parts_in(owner: Any) -> Iterator[Part]:
             yield from parts_in(value)
 
 
-def words_of(section: Any) -> dict[str, Any]:
+def values_by_key(section: Any) -> dict[str, Any]:
     """Return the values of a section of a recipe by key; a part as its kind only."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
-def word_of(value: str | Part) -> str | Part:
+def kind_or_part(value: str | Part) -> str | Part:
     """Return the kind of a built-in part, without its settings; return a kind or a part from outside unchanged."""
     return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
 
@@ -236,17 +236,17 @@ def settings_of(part: Any) -> tuple[str, ...]:
 def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
     """Return the fields with tables in a section, a table or a class of parts, with the kind of table.
 
-    The kind of table is the mark of a part, or the class of a table without `kind`.
+    The kind of table is the annotation of a part, or the class of a table without `kind`.
     """
     hints = get_type_hints(owner, include_extras=True)
     tables: dict[str, KindOf | type[Table]] = {}
     for name in [entry.name for entry in fields(owner)]:
-        marks = getattr(hints[name], "__metadata__", ())
-        mark = next((mark for mark in marks if isinstance(mark, KindOf)), None)
-        plain = hints[name].__origin__ if marks else hints[name]
+        annotations = getattr(hints[name], "__metadata__", ())
+        annotation = next((annotation for annotation in annotations if isinstance(annotation, KindOf)), None)
+        plain = hints[name].__origin__ if annotations else hints[name]
         arms = [arm for arm in (get_args(plain) or (plain,)) if isinstance(arm, type)]
-        if mark is not None:
-            tables[name] = mark
+        if annotation is not None:
+            tables[name] = annotation
         elif table := next((arm for arm in arms if issubclass(arm, Table)), None):
             tables[name] = table
     return tables
@@ -268,7 +268,7 @@ def required_settings(owner: Any) -> frozenset[str]:
     return frozenset(entry.name for entry in required)
 
 
-def by_default(group: str, kind: str) -> Any:
+def part_field(group: str, kind: str) -> Any:
     """Return the default of a field: the part of a kind with its defaults."""
     return field(default_factory=lambda: make_part(group, kind))
 
@@ -288,15 +288,15 @@ class Section:
     def __post_init__(self) -> None:
         """Replace kinds by parts; `check_config` refuses a kind that remains, because no part has it."""
         owner: Any = type(self)
-        for name, mark in _part_marks(owner):
+        for name, annotation in _part_annotations(owner):
             value = getattr(self, name)
-            if isinstance(value, str) and mark.takes(value):
-                object.__setattr__(self, name, make_part(mark.group, value))
+            if isinstance(value, str) and annotation.takes(value):
+                object.__setattr__(self, name, make_part(annotation.group, value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
-    """Settings in a table without `kind`, such as `model.rope`; an optional table may be `None`."""
+    """Settings in a table without `kind`, such as `model.rope`. An optional table may be `None`."""
 
 
 @cache
@@ -313,7 +313,7 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 
 
 @cache
-def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
-    """Return the keys of a section that choose a part with its own settings, each with its mark."""
-    entries = ((name, entry) for name, marks in metadata_of(section).items() for entry in marks)
+def _part_annotations(section: Any) -> tuple[tuple[str, KindOf], ...]:
+    """Return the keys of a section that choose a part with its own settings, each with its annotation."""
+    entries = ((name, entry) for name, annotations in metadata_of(section).items() for entry in annotations)
     return tuple((name, entry) for name, entry in entries if isinstance(entry, KindOf))

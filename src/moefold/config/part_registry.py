@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moefold.config.aliases import our_value
+from moefold.config.aliases import moefold_value
 from moefold.config.plugins import (
-    class_faults,
+    class_problems,
     entry_point_of,
     entry_points_of,
     load_entry_point,
@@ -47,7 +47,7 @@ def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
     return (*(words or built_in), *(kind for kind in entry_points_of(group) if kind not in built_in))
 
 
-def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
+def kinds_text(group: str, words: tuple[str, ...] = ()) -> str:
     """Return the kinds of a group for a message, as `one_of` does: built-in ones, then kinds of installed packages.
 
     Args:
@@ -91,10 +91,10 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
         return Problem("", None, missing)
     choices = kinds(group, words)
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
-    suggestions = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
+    suggestions = [moefold_value(name, kind)] if moefold_value(name, kind) else get_close_matches(kind, choices, n=1)
     way_out = "".join(f"did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
     shown = kind if len(repr(kind)) <= 60 else UnquotedText(f"{kind!r:.57}...")
-    return Problem(name, shown, f"must be {kinds_in_words(group, words)}", way_out)
+    return Problem(name, shown, f"must be {kinds_text(group, words)}", way_out)
 
 
 @cache
@@ -155,7 +155,7 @@ def check_class(part: Any, base: type[Any], origin: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if faults := "; it ".join(class_faults(part, base)):
+    if faults := "; it ".join(class_problems(part, base)):
         raise ConfigError(f"{origin} {faults}")
 
 

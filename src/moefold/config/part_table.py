@@ -1,6 +1,6 @@
 """Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`.
 
-pydantic validates the values, strictly and with the bounds in the annotations; its errors become `Problem`s.
+pydantic validates the values, strictly and with the bounds in the annotations. Its errors become `Problem`s.
 """
 
 import json
@@ -25,7 +25,7 @@ from moefold.config.part_registry import (
     find_part,
     is_built_in,
     kinds,
-    kinds_in_words,
+    kinds_text,
     missing_experiment,
 )
 from moefold.config.plugins import (
@@ -40,14 +40,14 @@ from moefold.config.plugins import (
     split_file_kind,
 )
 from moefold.config.suggestions import (
+    annotation_at,
     closest_match,
     group_at,
     join_with_or,
     kind_settings,
     list_advice,
-    mark_at,
     owners_of,
-    slot_fault,
+    part_class_problem,
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
@@ -60,7 +60,7 @@ _PREFIX = "of_"
 NONE = "none"
 """Value of a key whose optional table is absent."""
 SOURCE = "from"
-"""Key of a recorded table with the distribution or file of the part; no field can have this name."""
+"""Key of a recorded table with the distribution or file of the part. No field can have this name."""
 
 
 def import_part_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
@@ -85,7 +85,7 @@ def _import_part_files_in(path: str, table: Any, folder: Path) -> None:
         if is_open and split_file_kind(str(kind)) is not None and group_at(f"{path}.{key}"):
             kind, origin = import_file(str(kind), folder)
             table[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
-        if isinstance(value, dict) and mark_at(f"{path}.{key}") is not None:
+        if isinstance(value, dict) and annotation_at(f"{path}.{key}") is not None:
             _import_part_files_in(f"{path}.{key}", table[key], folder)
 
 
@@ -130,27 +130,27 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         return None
     if isinstance(value, Part | Table):
         return value
-    mark = mark_at(name)
-    assert mark is not None
-    if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
+    annotation = annotation_at(name)
+    assert annotation is not None
+    if not isinstance(value, dict) and not (isinstance(annotation, KindOf) and isinstance(value, str)):
         expected = "a table" if default is not None else 'a table, or "none"'
-        keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
-        needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
+        keys = dict.fromkeys(setting for owner in owners_of(annotation) for setting in settings_of(owner))
+        needed = [key for owner in owners_of(annotation) for key in required_settings(owner)]
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
         raise ConfigError(brief_problem(name, value, f"must be {expected}", f"its keys are {', '.join(keys)}{hint}"))
-    if isinstance(mark, KindOf):
+    if isinstance(annotation, KindOf):
         kind = default.kind if isinstance(default, Part) else default
-        kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
+        kind = kind or next(filter(annotation.takes, built_in_kinds(annotation.group)))
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
         kind = table["kind"]
         is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
-        if is_own and not mark.takes(kind):
+        if is_own and not annotation.takes(kind):
             raise ConfigError(wrong_kind(name, kind))
         return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
         raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
-    return mark(**checked_settings(name, "", mark, value))
+    return annotation(**checked_settings(name, "", annotation, value))
 
 
 def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
@@ -166,15 +166,15 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):
         raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
-    mark = mark_at(name)
-    assert isinstance(mark, KindOf)
-    group = mark.group
+    annotation = annotation_at(name)
+    assert isinstance(annotation, KindOf)
+    group = annotation.group
     kind = table.pop("kind")
     if not isinstance(kind, str):
-        way_out = f"write {kinds_in_words(group)}, or FILE.py:CLASS"
+        way_out = f"write {kinds_text(group)}, or FILE.py:CLASS"
         raise ConfigError(Problem(f"{name}.kind", None, f"must be a text, and is {kind!r}", way_out))
     recorded = _read_origin(name, table.pop(SOURCE, {}))
-    part, origin = _class_of(name, mark, kind, recorded)
+    part, origin = _class_of(name, annotation, kind, recorded)
     _report_difference(name, kind, recorded, origin)
     values = checked_settings(name, kind, part, table)
     try:
@@ -194,7 +194,7 @@ def settings_of_other_kind(
 
     Args:
         table: a table with `kind`, unchecked.
-        kind: the other kind; an unknown kind is refused later.
+        kind: the other kind. An unknown kind is refused later.
         source: source of the other kind from its recorded table; None: a user wrote the kind.
 
     Raises:
@@ -202,14 +202,14 @@ def settings_of_other_kind(
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
-    mark = mark_at(name)
-    if not isinstance(mark, KindOf):
+    annotation = annotation_at(name)
+    if not isinstance(annotation, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
         kind_name, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, mark, kind_name, origin)
-    elif kind in kinds(mark.group):
-        part = find_part(mark.group, kind)
+        part, _ = _class_of(name, annotation, kind_name, origin)
+    elif kind in kinds(annotation.group):
+        part = find_part(annotation.group, kind)
     else:
         return {}, {}
     own_settings = settings_of(part)
@@ -268,13 +268,13 @@ def minimal_form(value: Any, base: Any = None) -> Any:
 
 
 def toml_table(table: Mapping[str, Any]) -> str:
-    """Return the table of a part in TOML; the kind of a part from a file is its path, if that is recorded."""
+    """Return the table of a part in TOML. The kind of a part from a file is its path, if that is recorded."""
     entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in _named_by_file(table).items())
     return f"{{ {entries} }}" if entries else "{}"
 
 
 def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part; its kind is the path and class of its file, if these are recorded."""
+    """Return the settings of a part. Its kind is the path and class of its file, if these are recorded."""
     keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
@@ -321,11 +321,11 @@ def _read_origin(name: str, recorded: Any) -> Origin:
     return Origin(**recorded)
 
 
-def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
+def _class_of(name: str, annotation: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and its origin."""
-    group = mark.group
+    group = annotation.group
     base = find_group(group)
-    if kind in built_in_kinds(group) and mark.takes(kind):
+    if kind in built_in_kinds(group) and annotation.takes(kind):
         check_not_shadowed(group, kind)
         return find_part(group, kind), Origin()
     if split_file_kind(kind) is not None:
@@ -351,7 +351,7 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
             raise MissingPartError(missing)
         guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
-        raise ConfigError(Problem(f"{name}.kind", kind, f"must be {kinds_in_words(group)}, or FILE.py:CLASS{hint}"))
+        raise ConfigError(Problem(f"{name}.kind", kind, f"must be {kinds_text(group)}, or FILE.py:CLASS{hint}"))
     part = find_part(group, kind)
     origin = origin_of(part)[1]
     _check_slot(name, kind, part, origin)
@@ -359,7 +359,7 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
 
 
 def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
-    if fault := slot_fault(name, part):
+    if fault := part_class_problem(name, part):
         raise ConfigError(Problem(name, kind, f"of {origin} {fault}"))
 
 
@@ -442,7 +442,7 @@ def _hints(part: Any) -> dict[str, Any]:
 
 @cache
 def _pydantic_model(part: Any) -> type[BaseModel]:
-    """Return the pydantic model that validates the settings of a part; a field without a default is required."""
+    """Return the pydantic model that validates the settings of a part. A field without a default is required."""
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))

@@ -25,7 +25,7 @@ class Action:
 
     @property
     def produces(self) -> ActionResult:
-        """Result of the action; a backward pass of either kind counts as I."""
+        """Result of the action. A backward pass of either kind counts as I."""
         return self.stage, "I" if self.kind == "B" else self.kind, self.micro_batch
 
     def consumes(self, num_stages: int) -> tuple[ActionResult, ...]:
@@ -85,7 +85,7 @@ def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
     return next(((rank, rows[rank][num_started[rank]]) for rank in stuck), None)
 
 
-def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
+def find_problem(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
     """Return the fault of the rows of a schedule, as text to follow the schedule's name; "" if there is none."""
     done_actions: dict[tuple[int, int], list[str]] = {}
     for rank, row in enumerate(rows):
@@ -129,7 +129,7 @@ SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 
 
 def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
-    """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_fault`."""
+    """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_problem`."""
     slots = [slot for row in rows for slot in row]
     if undeclared := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
         return f" has {', '.join(map(str, undeclared))} in one slot; a slot is one action, or F and then B"

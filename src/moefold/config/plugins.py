@@ -24,7 +24,7 @@ from moefold.message_text import Setting
 from moefold.terminal import printable
 
 ENTRY_POINTS = "moefold."
-"""Start of the name of an entry-point group; the rest is the group of the part."""
+"""Start of the name of an entry-point group. The rest is the group of the part."""
 INTERFACE = 1
 """Version of the interface of parts; a part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
@@ -76,7 +76,7 @@ def split_file_kind(kind: str) -> tuple[Path, str] | None:
 
 
 def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
-    """Import the file of a kind that the user named; each content is imported once.
+    """Import the file of a kind that the user named. Each content is imported once.
 
     Args:
         kind: FILE.py:CLASS.
@@ -211,7 +211,7 @@ def origin_of(part: Any) -> tuple[str, Origin]:
 
 @cache
 def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by kind; a kind of several distributions has several entry points."""
+    """Return the entry points of a group by kind. A kind of several distributions has several entry points."""
     by_kind: dict[str, tuple[EntryPoint, ...]] = {}
     for point in _all_entry_points():
         if point.group == f"{ENTRY_POINTS}{group}":
@@ -219,7 +219,7 @@ def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     return dict(sorted(by_kind.items()))
 
 
-def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
+def class_problems(part: Any, base: type[Any]) -> Iterator[str]:
     """Yield the reasons why an object from outside is not a part of a group.
 
     Args:

@@ -73,7 +73,7 @@ def shipped_folder() -> Path:
 
 
 def shipped_files() -> dict[str, tuple[Path, ...]]:
-    """Return the files of each recipe or template by name; the first is the recipe or template itself.
+    """Return the files of each recipe or template by name. The first is the recipe or template itself.
 
     The name of a recipe is its path in the folder of recipes, without .toml: sft, pretrain/mixtral-8x7b.
     """

@@ -37,12 +37,12 @@ class RLConfig(Section):
     """Importance weight of a token if the log-probabilities of the sampler differ from training: from the factor c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient."""
     replay: Literal["auto", "on", "off"] = "auto"
-    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose; their
+    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose. Their
     routing weights have gradients. auto: on if sampling differs from training by rounding, or updates is above 1; the
     log says which."""
     mismatch_limit: Annotated[float, at_least(0, "0: by dtype and sampler")] = 0.0
     """Largest mean difference between the log-probabilities of the sampler and of training, in nats, in a step on
-    rollouts of the current weights; above it the run ends before the update ([rl.md](rl.md#the-limit-of-the-mismatch)).
+    rollouts of the current weights. Above it the run ends before the update ([rl.md](rl.md#the-limit-of-the-mismatch)).
     0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in float32, and 0.1 in bfloat16 or with
     moe.dispatch_precision. On rollouts of older weights (staleness) the limit is 1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
@@ -61,7 +61,7 @@ class RLConfig(Section):
     """Replace groups with equal rewards, which have no gradient, by groups of other prompts (DAPO's dynamic
     sampling)."""
     most_rounds: Annotated[int, at_least(1), ReadIf("rl.mixed_only")] = 4
-    """Maximum number of rounds of sampling for one batch with mixed_only; then equal groups stay."""
+    """Maximum number of rounds of sampling for one batch with mixed_only. Then equal groups stay."""
     truncated: Literal["keep", "zero", "ignore"] = "keep"
     """Rollouts that rollout.max_tokens cuts off. keep: scored as any other. zero: reward 0. ignore: not trained on."""
     length_penalty_from: Annotated[int, at_least(0, "0: off")] = 0
@@ -98,7 +98,7 @@ class RolloutConfig:
     tp: Annotated[int, at_least(0, "0: as in training")] = 0
     """Tensor-parallel degree of sampling; 0: as in training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
-    ([rl.md](rl.md#another-mapping-for-sampling)); the other ranks are dp."""
+    ([rl.md](rl.md#another-mapping-for-sampling)). The other ranks are dp."""
     pp: Annotated[int, at_least(0, "0: as in training")] = 0
     """Pipeline ranks of sampling; 0: as in training."""
     ep: Annotated[int, at_least(0, "0: as in training")] = 0

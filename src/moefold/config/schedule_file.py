@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_actions import Action, SlotRow, find_fault, one_per_slot
+from moefold.config.pipeline_actions import Action, SlotRow, find_problem, one_per_slot
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 
@@ -51,7 +51,7 @@ def read_schedule(
             "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
         )
     slots = tuple(map(one_per_slot, rows))
-    if fault := find_fault(slots, ranks, count):
+    if fault := find_problem(slots, ranks, count):
         raise ConfigError(name + fault)
     return slots, ranks
 

@@ -42,7 +42,7 @@ class SitesConfig(Section):
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
     fragment_layers: Annotated[int, at_least(0, "0: all layers"), READ_IF_ROUNDS] = 0
-    """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at a different step.
+    """Layers of a fragment, strided over the model. Each fragment has a round every `every` steps, at a different step.
     0: one fragment with all layers."""
     overlap: Annotated[int, at_least(0, "0: wait for each round"), READ_IF_ROUNDS] = 0
     """Steps of training during the exchange of a fragment: below every / fragments, and equal to every if the method
@@ -68,10 +68,10 @@ class SitesConfig(Section):
     quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), VerifyAs.FILES] = 0
     """Minimum number of sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = 0.0
-    """Time that a round with a quorum waits for late sites, counted from the first site; the round then continues
+    """Time that a round with a quorum waits for late sites, counted from the first site. The round then continues
     without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits timeout_s."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = 60.0
-    """Maximum wait for a site in a round, and for a stuck exchange; the round continues without it, or is skipped."""
+    """Maximum wait for a site in a round, and for a stuck exchange. The round continues without it, or is skipped."""
 
     @property
     def is_active(self) -> bool:

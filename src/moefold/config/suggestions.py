@@ -21,7 +21,7 @@ from moefold.config.part_registry import (
     find_part,
     is_built_in,
     kind_of,
-    kinds_in_words,
+    kinds_text,
     one_of,
     unknown_kind,
 )
@@ -53,7 +53,7 @@ _FILE_ENDINGS = frozenset(
     | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
 )
 _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
-"""Common first folders of local paths; a misspelled path below one of these is not a hub name."""
+"""Common first folders of local paths. A misspelled path below one of these is not a hub name."""
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
@@ -107,38 +107,38 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
     A key precedes the keys of its table. A path that several kinds have is returned once.
     """
-    marks: dict[str, KindOf | type[Table]] = {}
+    annotations: dict[str, KindOf | type[Table]] = {}
 
     def add(path: str, owner: Any) -> None:
-        for name, mark in tables_of(owner).items():
-            if f"{path}.{name}" not in marks:
-                marks[f"{path}.{name}"] = mark
-                for inner in owners_of(mark):
+        for name, annotation in tables_of(owner).items():
+            if f"{path}.{name}" not in annotations:
+                annotations[f"{path}.{name}"] = annotation
+                for inner in owners_of(annotation):
                     add(f"{path}.{name}", inner)
 
     for section, owner in sections().items():
         add(section, owner)
-    return marks
+    return annotations
 
 
-def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
+def owners_of(annotation: KindOf | type[Table]) -> Iterator[Any]:
     """Yield the classes whose fields are the keys of a table; for a part, the classes of its built-in kinds."""
-    yield from mark.classes() if isinstance(mark, KindOf) else (mark,)
+    yield from annotation.classes() if isinstance(annotation, KindOf) else (annotation,)
 
 
-def mark_at(path: str) -> KindOf | type[Table] | None:
+def annotation_at(path: str) -> KindOf | type[Table] | None:
     """Return the class of the table at a path like `tables`, or None."""
     section, *names = path.split(".")
     entry: Any = sections().get(section) if names else None
     for name in names:
-        entry = entry and _mark_in(entry, name)
-    mark: KindOf | type[Table] | None = entry
-    return mark
+        entry = entry and _annotation_in(entry, name)
+    annotation: KindOf | type[Table] | None = entry
+    return annotation
 
 
 @cache
-def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
-    """Return the mark of a key of a section, a table or a part, or None.
+def _annotation_in(owner: Any, name: str) -> KindOf | type[Table] | None:
+    """Return the annotation of a key of a section, a table or a part, or None.
 
     Kinds of a part are imported only for a key that the base class of their group lacks.
     """
@@ -151,47 +151,47 @@ def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
 
 def group_at(path: str) -> str | None:
     """Return the group of the part that the key at a path chooses, or None."""
-    mark = mark_at(path)
-    return mark.group if isinstance(mark, KindOf) else None
+    annotation = annotation_at(path)
+    return annotation.group if isinstance(annotation, KindOf) else None
 
 
 @cache
-def part_marks() -> dict[str, KindOf]:
-    """Return the mark of each key that chooses a part, by its path."""
-    return {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
+def part_annotations() -> dict[str, KindOf]:
+    """Return the annotation of each key that chooses a part, by its path."""
+    return {path: annotation for path, annotation in tables().items() if isinstance(annotation, KindOf)}
 
 
 def wrong_kind(name: str, kind: str) -> Problem:
     """Return the refusal of a kind that a key does not take, with the right key for it or the nearest kind."""
-    mark = mark_at(name)
-    assert isinstance(mark, KindOf)
-    if kind in built_in_kinds(mark.group):
-        return Problem(name, kind, slot_fault(name, find_part(mark.group, kind)))
-    return unknown_kind(name, mark.group, kind, mark.words)
+    annotation = annotation_at(name)
+    assert isinstance(annotation, KindOf)
+    if kind in built_in_kinds(annotation.group):
+        return Problem(name, kind, part_class_problem(name, find_part(annotation.group, kind)))
+    return unknown_kind(name, annotation.group, kind, annotation.words)
 
 
 @cache
-def slot_fault(name: str, part: Any) -> str:
+def part_class_problem(name: str, part: Any) -> str:
     """Return the reason why a key does not take a class of parts, and the right key; empty: the key takes it."""
-    reason = _slot_reason(name, part)
+    reason = _part_class_reason(name, part)
     if not reason:
         return ""
-    other_parts = [path for path in part_marks() if not _slot_reason(path, part)]
+    other_parts = [path for path in part_annotations() if not _part_class_reason(path, part)]
     place = f"it is a kind of {join_with_or(other_parts)}" if other_parts else "no key takes it"
     return f"{reason}; {place}"
 
 
-def _slot_reason(name: str, part: Any) -> str:
-    mark = mark_at(name)
-    assert isinstance(mark, KindOf)
+def _part_class_reason(name: str, part: Any) -> str:
+    annotation = annotation_at(name)
+    assert isinstance(annotation, KindOf)
     hint = type_of(*name.split(".", 1))
-    if is_built_in(part) and mark.fact and not mark.takes(kind_of(part)):
-        return f"must be {kinds_in_words(mark.group, mark.words)}"
+    if is_built_in(part) and annotation.fact and not annotation.takes(kind_of(part)):
+        return f"must be {kinds_text(annotation.group, annotation.words)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
-    missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
+    missing = [base for base in (find_group(annotation.group), *arms) if not issubclass(part, base)]
     if missing:
         return f"is not a subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
-    fact, value = mark.required
+    fact, value = annotation.required
     if fact and getattr(part, fact) is not value:
         return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"
     return ""
@@ -200,17 +200,17 @@ def _slot_reason(name: str, part: Any) -> str:
 @cache
 def part_keys() -> dict[str, str]:
     """Return the group of each key that chooses a part, by its path."""
-    return {name: mark.group for name, mark in part_marks().items()}
+    return {name: annotation.group for name, annotation in part_annotations().items()}
 
 
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
     """Return the kinds with each setting of a table, by its path, in schema order; empty for tables without kinds."""
     settings: dict[str, tuple[str, ...]] = {}
-    for name, mark in tables().items():
-        for owner in owners_of(mark):
+    for name, annotation in tables().items():
+        for owner in owners_of(annotation):
             for setting in settings_of(owner):
-                kind = (kind_of(owner),) if isinstance(mark, KindOf) else ()
+                kind = (kind_of(owner),) if isinstance(annotation, KindOf) else ()
                 settings[f"{name}.{setting}"] = (*settings.get(f"{name}.{setting}", ()), *kind)
     return settings
 
@@ -219,16 +219,16 @@ def kind_settings() -> dict[str, tuple[str, ...]]:
 def owner_of(path: str) -> Any:
     """Return the first class with a setting, given its path: "model.ffn.moe.top_k"."""
     table, _, setting = path.rpartition(".")
-    mark = mark_at(table)
-    assert mark is not None
-    return next(owner for owner in owners_of(mark) if setting in settings_of(owner))
+    annotation = annotation_at(table)
+    assert annotation is not None
+    return next(owner for owner in owners_of(annotation) if setting in settings_of(owner))
 
 
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the legal choices of a key; for parts, the built-in kinds. Empty: the key takes any value of its type."""
-    if isinstance(mark := mark_at(f"{section}.{key}"), KindOf):
-        return mark.words or built_in_kinds(mark.group)
+    if isinstance(annotation := annotation_at(f"{section}.{key}"), KindOf):
+        return annotation.words or built_in_kinds(annotation.group)
     plain = type_of(section, key)
     return get_args(plain) if get_origin(plain) is Literal else ()
 
@@ -244,8 +244,8 @@ def last_name(path: str) -> str:
 
 
 def describe_key(section: str, key: str) -> str:
-    """Describe the type of a key, as `describe_type` does; the kinds of a part are its choices."""
-    if isinstance(mark_at(f"{section}.{key}"), type):
+    """Describe the type of a key, as `describe_type` does. The kinds of a part are its choices."""
+    if isinstance(annotation_at(f"{section}.{key}"), type):
         return "a table"
     choices = choices_of(section, key)
     return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(type_of(section, key))

@@ -46,7 +46,7 @@ class TrainConfig(Section):
     lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
     """Shape of the schedule after the warm-up."""
     reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0
-    """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
+    """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction. Weights
     and learning rate are kept ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
@@ -70,10 +70,10 @@ class TrainConfig(Section):
     offload_min_kib: Annotated[
         int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer"), VerifyAs.SPEED
     ] = 1024
-    """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB; smaller ones
+    """Minimum size of an offloaded block of activations, or of one parameter's moment on one rank, in KiB. Smaller ones
     stay in memory."""
     offload_limit_gib: Annotated[float, at_least(0, "0: no limit"), ReadIf("train.offload"), VerifyAs.SPEED] = 0.0
-    """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
+    """Maximum that a rank offloads at a time, in GiB. The rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
     offload_waits: Annotated[bool, ReadIf("train.offload"), VerifyAs.SPEED] = False
     """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: tensors

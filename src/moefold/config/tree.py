@@ -6,7 +6,7 @@ from typing import Any
 from moefold.bounded_read import parse_toml
 from moefold.config.part import as_plain
 from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
-from moefold.config.suggestions import group_at, mark_at, sections
+from moefold.config.suggestions import annotation_at, group_at, sections
 from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -24,13 +24,13 @@ def nested(tree: Mapping[str, Any]) -> Tree:
             continue
         result[section] = {}
         for key, value in keys.items():
-            is_setting = mark_at(f"{section}.{key.partition('.')[0]}") is not None
+            is_setting = annotation_at(f"{section}.{key.partition('.')[0]}") is not None
             put(result, [section, *(key.split(".") if is_setting else [key])], value)
     return result
 
 
 def put(tree: Tree, names: Sequence[str], value: Any) -> None:
-    """Set a value in a tree by its path; a text on the path becomes the kind of its table.
+    """Set a value in a tree by its path. A text on the path becomes the kind of its table.
 
     Raises:
         ConfigError: a table on the path is "none", or is a text although it has no kinds.
@@ -39,13 +39,13 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
     for depth, name in enumerate(owners, 1):
         inner = as_plain(tree.get(name, {}))
         path = ".".join(owners[:depth])
-        if inner == NONE or (isinstance(inner, str) and isinstance(mark_at(path), type)):
+        if inner == NONE or (isinstance(inner, str) and isinstance(annotation_at(path), type)):
             raise ConfigError(f"{path}={inner} has no keys; leave it or {'.'.join(names)} out")
         tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
         tree = tree[name]
     before = tree.get(last)
     if isinstance(before, dict) and isinstance(value, str) and value != NONE:
-        value = value if isinstance(mark_at(".".join(names)), type) else {"kind": value}
+        value = value if isinstance(annotation_at(".".join(names)), type) else {"kind": value}
     tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
 
 
@@ -57,10 +57,10 @@ def merged(path: str, base: Any, over: Any) -> Any:
         base: the other table, a kind, or another value.
         over: the table, a kind, or another value, which takes precedence.
     """
-    if not isinstance(base, dict) or (mark_at(path) is None and path not in sections()):
+    if not isinstance(base, dict) or (annotation_at(path) is None and path not in sections()):
         return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
     if isinstance(over, str) and over != NONE:
-        over = over if isinstance(mark_at(path), type) else {"kind": over}
+        over = over if isinstance(annotation_at(path), type) else {"kind": over}
     if not isinstance(over, dict):
         return over
     kind = over.get("kind")

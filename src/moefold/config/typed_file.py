@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def within(bound: Bound) -> WrapValidator:
-    """Return the check of a bound, for the annotation of a number or a dict; its message also covers other types."""
+    """Return the check of a bound, for the annotation of a number or a dict. Its message also covers other types."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
@@ -55,14 +55,14 @@ def from_table(kind: type[T], tree: Mapping[str, Any], location: str, advice: st
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     try:
-        # As JSON, tables become dataclasses and lists tuples; a date becomes an object that fails every type.
+        # As JSON, tables become dataclasses and lists tuples. A date becomes an object that fails every type.
         text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
         return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
-        raise ConfigError(f"{location}: {_describe_fault(kind, error, advice)}") from None
+        raise ConfigError(f"{location}: {_describe_problem(kind, error, advice)}") from None
 
 
-def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
+def _describe_problem(kind: Any, error: ValidationError, advice: str) -> str:
     """Describe the first fault: an unknown key, missing keys, or a wrong value."""
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
 from moefold.config.part_registry import find_part, kinds
 from moefold.config.part_table import NONE, shown_value, toml_value
-from moefold.config.suggestions import choices_of, default_of, group_at, join_with_or, kind_settings, mark_at
+from moefold.config.suggestions import annotation_at, choices_of, default_of, group_at, join_with_or, kind_settings
 from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
-"""Format of recipes and checkpoints that this version writes; it reads older ones."""
+"""Format of recipes and checkpoints that this version writes. It reads older ones."""
 FORMAT_KEY = "format"
 """Key above the sections of a recipe with its format."""
 KIND = "kind"
@@ -182,7 +182,7 @@ def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping
     path = str(place)
     owner = place.key
     kind = _kind_at(owner, sections, base)
-    if mark_at(path) is not None and isinstance(value, bool):
+    if annotation_at(path) is not None and isinstance(value, bool):
         value = {} if value else NONE
     elif name in OFF and not value:
         path, value = owner, NONE
@@ -335,7 +335,7 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and name.partition(".")[2] and ("kind" in value or mark_at(name) is not None):
+        if isinstance(value, dict) and name.partition(".")[2] and ("kind" in value or annotation_at(name) is not None):
             kind = {name: value["kind"]} if "kind" in value else {}
             flat |= kind | flat_settings({f"{name}.{key}": entry for key, entry in value.items() if key != "kind"})
         else:
@@ -387,7 +387,7 @@ def _word(name: str, text: str) -> str:
     place = MOVED[name]
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
-    if mark_at(str(place)) is not None and text in ("true", "false"):
+    if annotation_at(str(place)) is not None and text in ("true", "false"):
         return f"{place}={'{}' if text == 'true' else NONE}"
     return f"{place.key}={NONE}" if name in OFF and text.rstrip(".0") == "" else f"{place}={text}"
 

@@ -13,7 +13,7 @@ from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
-"""Maximum characters of a table on one line of its section; a longer table has a header."""
+"""Maximum characters of a table on one line of its section. A longer table has a header."""
 APART = ("dense", "moe")
 """Tables with their own header if the table around them has a header."""
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
@@ -97,7 +97,7 @@ def _keys(tree: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _entry(path: str, value: Any, spelled: Mapping[str, str]) -> str:
-    """Return the line of a key; numbers are written as in their flat keys."""
+    """Return the line of a key. Numbers are written as in their flat keys."""
     return f"{path.rpartition('.')[2]} = {_inline(path, value, spelled)}"
 
 

@@ -19,7 +19,7 @@ from moefold.remote_copy import upload_folder
 from moefold.remote_path import RemotePath
 
 MARKER_FILES = ("config.json", "manifest.json")
-"""Files that mark a folder as a Hugging Face folder or checkpoint; they are sent last."""
+"""Files that mark a folder as a Hugging Face folder or checkpoint. They are sent last."""
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def same(*names: str, under: str = "", **defaults: Any) -> tuple[Renamed, ...]:
 
 @dataclass(frozen=True)
 class AllowedValues:
-    """Key of config.json that is restricted to the supported values; the first value is written.
+    """Key of config.json that is restricted to the supported values. The first value is written.
 
     An absent key means the first value.
     """
@@ -189,7 +189,7 @@ class HeadSize:
 
     default: int = 0
     is_derived: bool = False
-    """True if transformers ignores the key and divides hidden_size; then other values are refused."""
+    """True if transformers ignores the key and divides hidden_size. Then other values are refused."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
@@ -210,7 +210,7 @@ class SharedExperts:
 
     hf_key: str = "n_shared_experts"
     allows_none: bool = False
-    """True if 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
+    """True if 0 means no shared expert. If not, transformers creates tensors of width 0, which are not read."""
     default: int | None = None
     width_key: str = "moe_intermediate_size"
 
@@ -305,7 +305,7 @@ class HunyuanSharedExpert:
         return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; the width reads back as the width of a routed expert."""
+        """Return no keys. The width reads back as the width of a routed expert."""
         return {}
 
 
@@ -325,13 +325,13 @@ class GatedSharedExpert:
         return settings | {"ffn.moe.shared.gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the width; a model without a gate reads back with a gate."""
+        """Write the width. A model without a gate reads back with a gate."""
         return {"shared_expert_intermediate_size": model.ffn.moe.shared_width}
 
 
 @dataclass(frozen=True)
 class RouterGroups:
-    """`n_group` and `topk_group`; with `has_method`, they apply only if `topk_method` is "group_limited_greedy"."""
+    """`n_group` and `topk_group`. With `has_method`, they apply only if `topk_method` is "group_limited_greedy"."""
 
     has_method: bool = False
     hf_key: str = "n_group"

@@ -25,7 +25,7 @@ from moefold.checkpoint.streaming_io import (
     ReusedMemory,
     TensorChunk,
     check_descriptions,
-    checked_while_read,
+    hash_checked_reads,
     split_into_chunks,
 )
 from moefold.comm.groups import World, raise_on_all_ranks
@@ -187,7 +187,7 @@ class ExportOptions:
     """User options of an export."""
 
     dtype: str = "auto"
-    """auto: imported weights keep their dtype; weights of a run get its run.dtype."""
+    """auto: imported weights keep their dtype. Weights of a run get its run.dtype."""
     family: str = "auto"
     """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
@@ -216,7 +216,7 @@ def export_folder(
         out: the folder; must not exist.
 
     Raises:
-        ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains
+        ConfigError: the checkpoint or `out` cannot be used, or no family can express the model. Nothing remains
             written.
     """
     # Rank 0 chooses the checkpoint for all ranks, because a run may save another checkpoint in the meantime.
@@ -235,7 +235,7 @@ def export_folder(
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         target = _Target(locations, plan.dtypes, plan.quantization, ReusedMemory(2))
-        with checked_while_read(_own_checkpoint(source)) if is_one_pass else nullcontext():
+        with hash_checked_reads(_own_checkpoint(source)) if is_one_pass else nullcontext():
             hashes = _write_tensors(source, plan.mapping, target, world, on_bytes)
         tokenizer = TokenizerChoice()
         if world.is_rank0:
@@ -339,7 +339,7 @@ def _write_other_files(tmp_dir: Path, plan: _ExportPlan, checkpoint: Path, meta:
 
 
 def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
-    """Check the files of a checkpoint; return whether `checked_while_read` has to check the hashes of its tensors.
+    """Check the files of a checkpoint; return whether `hash_checked_reads` has to check the hashes of its tensors.
 
     This is so if only this process reads the files, and they are local and have no moments.
     """

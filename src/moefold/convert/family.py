@@ -2,7 +2,7 @@
 
 A family lists the meaning of the keys of its config.json and maps its tensors; the code that reads and writes folders
 is the same for all families. Keys follow the configuration classes of transformers 5, tensor names the files that it
-writes. `layouts` lists the possible layouts of the experts; the first layout is written.
+writes. `layouts` lists the possible layouts of the experts. The first layout is written.
 """
 
 import re
@@ -41,7 +41,7 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True)
 class MultimodalFolder:
-    """Folder of a multimodal model; only its text model is read.
+    """Folder of a multimodal model. Only its text model is read.
 
     Attributes:
         model_type: type of the folder.
@@ -252,7 +252,7 @@ def by_attention(recurrent: TensorRules, softmax: TensorRules) -> dict[str, Tens
 
 
 def merge_rules(*rules: TensorRules) -> dict[str, TensorRule]:
-    """Merge several tables; a later rule of a parameter replaces an earlier rule."""
+    """Merge several tables. A later rule of a parameter replaces an earlier rule."""
     return {ours: row for group in rules for ours, row in group.items()}
 
 
@@ -316,7 +316,7 @@ def backbone_fields(
     tie_embeddings: bool = False,
     layers: ConfigField | None = None,
 ) -> tuple[ConfigField, ...]:
-    """Return the fields that all families share; the arguments are the family's defaults for absent keys.
+    """Return the fields that all families share. The arguments are the family's defaults for absent keys.
 
     Args:
         rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None if there is no RoPE.

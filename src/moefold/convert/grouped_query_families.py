@@ -48,7 +48,7 @@ from moefold.convert.layer_fields import (
     UniformWindow,
     attention_types,
     last_layers_slide,
-    words_of,
+    mapped_layer_types,
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import TensorBlock
@@ -411,7 +411,7 @@ class ChunkedLayers:
         return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the kind of every layer; other options of norms and windows do not read back as the same model."""
+        """Write the kind of every layer. Other options of norms and windows do not read back as the same model."""
         scale = setting_of(model, "attention.temperature.scale")
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.decoder_layers],
@@ -449,14 +449,14 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
 def _attention_words(hf_config: Json, has_rope: list[bool]) -> list[str]:
     """Return "chunk" for each layer that attends within chunks, "full" for other layers."""
     if hf_config.get("layer_types") is not None:
-        return words_of(hf_config, "layer_types", _CHUNKS)
+        return mapped_layer_types(hf_config, "layer_types", _CHUNKS)
     has_chunks = hf_config.get("attention_chunk_size") is not None
     return ["chunk" if rope and has_chunks else "full" for rope in has_rope]
 
 
 @dataclass(frozen=True)
 class InterleavedExperts:
-    """`moe_layers`; without it, every `interleave_moe_layer_step`-th layer has experts."""
+    """`moe_layers`. Without it, every `interleave_moe_layer_step`-th layer has experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""

@@ -20,6 +20,7 @@ from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
     KeyReader,
     KeyReport,
+    classify_keys,
     config_known_keys,
     declared_keys,
     file_report,
@@ -29,7 +30,6 @@ from moefold.convert.known_keys import (
     nested_reports,
     overlay,
     plain,
-    sort_keys,
     tokenizer_known_keys,
 )
 from moefold.convert.layer_fields import joined_layers
@@ -161,7 +161,7 @@ def inspect_config(
     family = find_family(hf_config, folder)
     model: dict[str, Any] = {}
     try:
-        spelled = _spell_both_ways(hf_config, family)
+        spelled = _resolve_key_aliases(hf_config, family)
         root = KeyReader(spelled)
         text = text_config(root, family)
         if reason := quantization_unsupported_reason(plain(text.get(QUANTIZATION_KEY))):
@@ -170,7 +170,7 @@ def inspect_config(
         text = overlay(text, defaults)
         for entry in family.config_fields:
             model |= entry.read(text)
-        report = _sort_config(hf_config, root, family, ignored_keys)
+        report = _classify_config_keys(hf_config, root, family, ignored_keys)
         cfg = config_from_dict({"model": joined_layers(model)})
         check_config(cfg, is_training=False)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def inspect_config(
     return cfg.model, report
 
 
-def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _resolve_key_aliases(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
     keys = dict(hf_config)
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
@@ -193,7 +193,7 @@ def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, 
     return keys
 
 
-def _sort_config(
+def _classify_config_keys(
     hf_config: Mapping[str, Any], root: KeyReader, family: Family, ignored_keys: Collection[str]
 ) -> KeyReport:
     """Sort the keys of a config.json whose fields have been read."""
@@ -210,7 +210,7 @@ def _sort_config(
     paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
     key_sets = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
     key_sets |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
-    reports = [sort_keys(CONFIG_FILE, reader, top, ignored_keys)]
+    reports = [classify_keys(CONFIG_FILE, reader, top, ignored_keys)]
     reports += nested_reports(CONFIG_FILE, reader, key_sets, ignored_keys)
     report = join_reports(CONFIG_FILE, reports)
     classes = hf_config.get("architectures")

@@ -135,7 +135,7 @@ def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] 
 
 
 def copy_index(source: Path, target: Path) -> None:
-    """Copy the index of a folder's files; it is not a sidecar file, because other shards need another index."""
+    """Copy the index of a folder's files. It is not a sidecar file, because other shards need another index."""
     if (source / INDEX_FILE).is_file():
         with translate_io_errors(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)

@@ -94,7 +94,7 @@ def import_folder(
         out: the checkpoint; must not exist.
 
     Raises:
-        ConfigError: the folder or `out` cannot be used; nothing remains written.
+        ConfigError: the folder or `out` cannot be used. Nothing remains written.
     """
     options = options or ImportOptions()
     source = HfSource(open_hf_folder(folder, options.ignored_keys), leaves_out_mtp=options.leaves_out_mtp)
@@ -268,10 +268,10 @@ def import_origin(folder: Path) -> str:
 def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float | None:
     """Return the value of moe.aux_loss for `router_aux_loss_coef` of a config.json, or None if that is absent.
 
-    transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the L
-    layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a
-    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients for equal loads of all
-    layers.
+    transformers adds c * E * sum_e F_e P_e, which is c * K if the load is even. F_e counts all K choices of a token,
+    and F and P are means over the L layers with experts. moefold adds a * E * sum_e f_e P_e for each layer, in all a *
+    L, because f_e is a share of the choices. So a = c * K / L, which is also the ratio of the gradients for equal loads
+    of all layers.
     """
     text = hf_config.get("text_config")
     coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")

@@ -1,7 +1,7 @@
 """Loaded initial weights: imported, from another run, or upcycled from a dense model.
 
-Upcycling makes experts as scaled copies or slices of a dense model's feed-forward layers, with unchanged outputs. With
-granularity G = dense width / expert width, expert e holds slice e mod G of the dense feed-forward layer, and the G
+Upcycling makes experts as scaled copies or slices of a dense model's feed-forward layers, with unchanged outputs. The
+granularity is G = dense width / expert width. Expert e holds slice e mod G of the dense feed-forward layer. The G
 experts from e - e mod G on form a virtual group, one copy of the layer (arXiv:2410.07524 sec. 3). A router whose rows
 are equal within each group sends a token to whole groups. Each chosen copy counts with its routing weight, so w_up and
 w_down are scaled such that the weights of the copies of a slice sum to 1: the model computes the same outputs as the
@@ -141,7 +141,7 @@ INDEXER = ".attention.indexer."
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
 SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
-"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it initially adds nothing."""
+"""Tensors of a shared expert that are initialised at random. Its w_down is 0, so that it initially adds nothing."""
 
 
 class UpcycledSource:
@@ -224,7 +224,7 @@ def upcycle_folder(
         seed: seed of the router, the noise and the shared expert.
 
     Raises:
-        ConfigError: `dense` or `out` cannot be used; nothing remains written.
+        ConfigError: `dense` or `out` cannot be used. Nothing remains written.
     """
     dense = world.all_gather_object(resolve_weights_folder(dense))[0]
     if not is_hf_folder(dense):

@@ -191,7 +191,7 @@ _SPEED = _any(
 )
 """Keys that change speed, memory or initial weights, but no output."""
 _WIDTHS = _any("intermediate_size")
-"""Width of dense layers in folders without dense layers; in other folders, the shapes of tensors would contradict a
+"""Width of dense layers in folders without dense layers. In other folders, the shapes of tensors would contradict a
 wrong value."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
@@ -348,13 +348,13 @@ def tokenizer_known_keys() -> KnownKeys:
 
 
 def generation_known_keys() -> KnownKeys:
-    """Return the known keys of generation_config.json; settings of sampling are ignored by name."""
+    """Return the known keys of generation_config.json. Settings of sampling are ignored by name."""
     declared = declared_keys().generation
     void = "|".join(map(re.escape, declared.keys() - GENERATION_KEYS.keys()))
     return KnownKeys(GENERATION_KEYS, declared, void=f"{void}|{_VENDORS}")
 
 
-def sort_keys(
+def classify_keys(
     file: str, keys: KeyReader, known: KnownKeys, ignored: Collection[str], prefix: str = ""
 ) -> tuple[KeyReport, list[str]]:
     """Sort the keys of an object after some were read; return the kinds, and the reasons to refuse keys.
@@ -420,7 +420,7 @@ def nested_reports(
     for key, inner in keys.nested.items():
         name = f"{prefix}{key}"
         if not {key, name, *ALL_KEYS} & set(ignored):
-            yield sort_keys(file, inner, known.get(name, _PLAIN), ignored, f"{name}.")
+            yield classify_keys(file, inner, known.get(name, _PLAIN), ignored, f"{name}.")
             yield from nested_reports(file, inner, known, ignored, f"{name}.")
 
 
@@ -448,4 +448,4 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
 
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
     """Sort the keys of a file whose keys are known only by name; raise ConfigError if some are refused."""
-    return join_reports(file, [sort_keys(file, KeyReader(keys), known, ignored)])
+    return join_reports(file, [classify_keys(file, KeyReader(keys), known, ignored)])

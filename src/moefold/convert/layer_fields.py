@@ -39,7 +39,7 @@ class SparseLayers:
 
 @dataclass(frozen=True)
 class FirstKDense:
-    """`first_k_dense_replace`: number of leading dense layers; all other layers have experts."""
+    """`first_k_dense_replace`: number of leading dense layers. All other layers have experts."""
 
     hf_key: str = "first_k_dense_replace"
     default: int = 0
@@ -70,7 +70,7 @@ class MlpLayerTypes:
         if kinds is None:
             return FirstKDense(default=self.default).read(hf_config)
         mark_read(hf_config, "first_k_dense_replace")
-        return {"layers.ffn": words_of(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
+        return {"layers.ffn": mapped_layer_types(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer, and the number of leading dense layers."""
@@ -96,7 +96,7 @@ class ExpertLayerRange:
         return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the range; other patterns do not read back as the same model."""
+        """Write the range. Other patterns do not read back as the same model."""
         numbers = [i for i, layer in enumerate(model.decoder_layers) if layer.ffn.is_routed]
         start = numbers[0] if numbers else 0
         interval = numbers[1] - start if len(numbers) > 1 else 1
@@ -104,7 +104,7 @@ class ExpertLayerRange:
         return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
 
 
-def words_of(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
+def mapped_layer_types(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
     """Return the word of each layer in `model.layers` from a list of its kinds."""
     kinds = hf_config.get(key)
     count = num_layers_of(hf_config)
@@ -172,7 +172,7 @@ class LayerTypes:
             mark_read(hf_config, self.default_types.hf_key)
         if self.default_types is not None and hf_config.get("layer_types") is None:
             hf_config = overlay(hf_config, {"layer_types": self.default_types(hf_config, num_layers_of(hf_config))})
-        return {"layers.attention": words_of(hf_config, "layer_types", self.words)}
+        return {"layers.attention": mapped_layer_types(hf_config, "layer_types", self.words)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
@@ -203,7 +203,7 @@ class SlidingWindowLayers:
         mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        words = words_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
+        words = mapped_layer_types(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
         settings: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
         if "window" in words:
             settings |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
@@ -229,7 +229,7 @@ class UniformWindow:
         return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", minimum=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the window; layers of several kinds do not read back as the same model."""
+        """Write the window. Layers of several kinds do not read back as the same model."""
         return {"sliding_window": model.sliding_window or None}
 
 
@@ -260,7 +260,7 @@ class OneLayerType:
 class IndexerTypes:
     """`indexer_types` of GLM-MoE-DSA, or the older keys that describe the same list.
 
-    A "full" layer has an indexer; a "shared" layer attends to the keys that the last full layer selected
+    A "full" layer has an indexer. A "shared" layer attends to the keys that the last full layer selected
     (arXiv:2603.12201).
     """
 

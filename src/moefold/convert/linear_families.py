@@ -156,7 +156,7 @@ class QwenMTPLayers:
         return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number; an MTP layer of a different kind reads back as no layer."""
+        """Write the number. An MTP layer of a different kind reads back as no layer."""
         return {self.hf_key: model.mtp_layers} if model.mtp_layers and has_qwen_mtp(model) else {}
 
 
@@ -267,7 +267,7 @@ class KimiLinearSizes:
 
     @staticmethod
     def _layer_types(nested: Json, count: int) -> list[str]:
-        """Return the types of all layers; without lists, every fourth layer is full, from 4 on, as in transformers."""
+        """Return the types of all layers. Without lists, every fourth layer is full, from 4 on, as in transformers."""
         full = nested.get("full_attn_layers", [i + 1 for i in range(4, count, 4)])
         linear = nested.get("kda_layers", [i + 1 for i in range(count) if i + 1 not in full])
         if not isinstance(full, list) or not isinstance(linear, list) or {*full, *linear} != {*range(1, count + 1)}:

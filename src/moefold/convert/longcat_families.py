@@ -27,7 +27,7 @@ from moefold.convert.rope_fields import RopeParameters
 
 @dataclass(frozen=True)
 class LayerPairs:
-    """`num_layers`; each layer is two layers here."""
+    """`num_layers`. Each layer is two layers here."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number of layers."""
@@ -35,7 +35,7 @@ class LayerPairs:
         return {"layers": 2 * count, "layers.ffn": ["moe", "dense"] * count, "ffn.moe.shortcut": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number of pairs; other patterns do not read back as the same model."""
+        """Write the number of pairs. Other patterns do not read back as the same model."""
         return {"num_layers": model.num_layers // 2}
 
 
@@ -97,7 +97,7 @@ LONGCAT_FAMILIES = (
                 router_bias=(False, None),
                 norm_topk_prob=(False, None),
             ),
-            # Width of both dense networks of a layer; the first network is a shared expert here.
+            # Width of both dense networks of a layer. The first network is a shared expert here.
             Renamed(
                 "ffn_hidden_size", "ffn.dense.intermediate_size", 12288, copies=("ffn.moe.shared.intermediate_size",)
             ),

@@ -1,9 +1,9 @@
 """Weighted mean of checkpoints, tensor by tensor (model soups, arXiv:2203.05482), in bounded memory.
 
 A mean is only meaningful for weights that were trained from the same ancestor. Independent initialisations have
-unrelated orders of hidden dimensions and experts, so that their mean is useless. This can be tested: with a common
-ancestor, the embedding of a token, or the router row of an expert, is more similar to the row of the same token or
-expert in the other checkpoint than to any other row.
+unrelated orders of hidden dimensions and experts, so that their mean is useless. This can be tested. With a common
+ancestor, the embedding of a token or the router row of an expert has its most similar row in the other checkpoint at
+the same token or expert.
 """
 
 import math
@@ -36,7 +36,7 @@ ROUTER_SUFFIX = ".ffn.router.weight"
 MAX_COMPARED_ROWS = 128
 """Maximum number of tokens, evenly spaced over the vocabulary, whose embeddings are compared."""
 MIN_MATCHED_FRACTION = 0.5
-"""Minimum fraction of rows whose own row is the most similar. For N rows, independent initialisations have 1/N; with a
+"""Minimum fraction of rows whose own row is the most similar. For N rows, independent initialisations have 1/N. With a
 common ancestor it is nearly 1."""
 
 
@@ -86,12 +86,12 @@ def merge_checkpoints(
     The result has no optimizer moments, like imported weights. The weights are divided by their sum.
 
     Args:
-        checkpoints: checkpoint folders, as returned by `locate_checkpoint`; any mapping may have written each.
+        checkpoints: checkpoint folders, as returned by `locate_checkpoint`. Any mapping may have written each.
         out: the checkpoint; must not exist.
 
     Raises:
         ConfigError: a checkpoint or `out` cannot be used, the checkpoints have different tokenizers, or they were not
-            trained from the same weights; nothing remains written.
+            trained from the same weights. Nothing remains written.
     """
     for checkpoint in checkpoints:
         check_integrity(checkpoint, world)
@@ -159,7 +159,7 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
 def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
     """Count rows whose most similar row of another matrix [N, H], by cosine, has the same index, and all compared rows.
 
-    Rows that are zero in either matrix are not counted; a tie counts as a match.
+    Rows that are zero in either matrix are not counted. A tie counts as a match.
     """
     is_nonzero = (first.abs().sum(1) > 0) & (second.abs().sum(1) > 0)
     first_rows, second_rows = (rows[is_nonzero] for rows in (first, second))

@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FILES = "moefold-mtp*.safetensors"
-"""Files with MTP layers next to the files above; no index lists them."""
+"""Files with MTP layers next to the files above. No index lists them."""
 MTP_PREFIX = "mtp."
 """Prefix of the tensors of the layout of Qwen3-Next."""
 MAX_HEADER_BYTES = 100_000_000

@@ -141,8 +141,8 @@ def _parameters_to_stack(
 ) -> dict[str, list[StackedParameter]]:
     """Return the parameters with stacked adapters, by their module; empty: adapters of experts are not stacked.
 
-    Transformers stacks experts. PEFT stacks the adapters of single experts, the form of released adapters, when it
-    loads them: only for some families, and only if gate and up projections both have adapters or both have none.
+    Transformers stacks experts. When PEFT loads adapters of single experts, the form of released adapters, it stacks
+    them. It does so only for some families, and only if gate and up projections both have adapters or both have none.
     """
     matrices = {name.rpartition(".")[2] for name, weight in weights.items() if weight.is_expert}
     has_halves = len(matrices & {"w_gate", "w_up"}) != 1
@@ -365,10 +365,10 @@ def split_targets(
 ) -> tuple[list[str], list[str]]:
     """Return `target_modules` and `target_parameters` of adapter_config.json.
 
-    For models with stacked experts in transformers 5, PEFT interprets every target with the name of an expert's matrix
-    as the stacked parameters, in any part of the model (PEFT 0.21, `_convert_peft_config_moe`). Other modules with such
-    a name are therefore targeted by their weights, which PEFT does not convert. PEFT renames tensors like the tensors
-    of a folder, but not targets: modules are listed with both names, in a folder and in transformers' model.
+    For models with stacked experts in transformers 5, PEFT takes every target with the name of an expert's matrix for
+    the stacked parameters. It does so in any part of the model (PEFT 0.21, `_convert_peft_config_moe`). Other modules
+    with such a name are therefore targeted by their weights, which PEFT does not convert. PEFT renames tensors like the
+    tensors of a folder, but not targets: modules are listed with both names, in a folder and in transformers' model.
 
     Args:
         modules: names of the modules with adapters, except experts.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, declared_keys, join_reports, sort_keys
+from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, classify_keys, declared_keys, join_reports
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
@@ -24,7 +24,7 @@ CONSTANT_KEYS: dict[str, Any] = {
     "use_dora": False,
     "lora_bias": False,
 }
-"""Keys of adapter_config.json with their only legal value; they may be missing or empty."""
+"""Keys of adapter_config.json with their only legal value. They may be missing or empty."""
 PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights, other than true and false, that set initial adapters and keep the base weights."""
 _READ_KEYS = ("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "rank_pattern", "alpha_pattern")
@@ -63,7 +63,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
     reader = KeyReader(keys)
     reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:
-        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, table, ignored_keys)])
+        report = join_reports(CONFIG_FILE, [classify_keys(CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r}: {error}") from None
     _check_weights_file(folder)
@@ -119,7 +119,7 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a path may be relative to that folder."""
+    """Return the base weights of a folder of PEFT. A path may be relative to that folder."""
     base_name = keys.get("base_model_name_or_path") if base is None else str(base)
     paths = [] if not isinstance(base_name, str) or not base_name else [Path(base_name)]
     paths += [folder / path for path in paths if base is None and not path.is_absolute()]

@@ -128,7 +128,7 @@ def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list
 
 Pair = tuple[Tensor, Tensor]
 _WITH_INPUTS_FIRST = ("gpt_oss",)
-"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`); for others, inputs are its last dim."""
+"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`). For others, inputs are its last dim."""
 
 
 @dataclass(frozen=True)

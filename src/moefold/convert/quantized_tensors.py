@@ -1,7 +1,7 @@
 """Quantised weights of Hugging Face folders, block-wise FP8 and MXFP4: read as bfloat16, and written.
 
 A quantised weight is several tensors of a folder. Each pair is replaced by one tensor that is dequantised while it is
-read, some rows at a time, so that mapping, comparing and writing tensors do not depend on the formats.
+read, some rows at a time. So mapping, comparing and writing tensors do not depend on the formats.
 """
 
 import re
@@ -118,7 +118,7 @@ class DequantizedTensor(TensorLocation, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFp8Tensor(DequantizedTensor):
-    """Matrix in e4m3 with a scale for each block of rows and columns; blocks at the end may be smaller."""
+    """Matrix in e4m3 with a scale for each block of rows and columns. Blocks at the end may be smaller."""
 
     block: tuple[int, int]
 
@@ -161,7 +161,7 @@ class Mxfp4Tensor(DequantizedTensor):
         return {f"{name}{MXFP4_BLOCKS}": self.values, f"{name}{MXFP4_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-        """Read a part; only one whole expert at a time is in memory."""
+        """Read a part. Only one whole expert at a time is in memory."""
         experts = range(index[0].start, index[0].stop, index[0].step or 1)
         blocks = [self._expert(expert)[index[1], index[2]] for expert in experts]
         return torch.stack(blocks) if blocks else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)

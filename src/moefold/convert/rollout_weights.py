@@ -38,7 +38,7 @@ class RolloutWeightWriter:
     """Writer of a model's weights to `folder`/rollout_weights; rank 0 writes some rows of a tensor at a time.
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
-    Constructor and `write` are collective over all ranks; only rank 0 reads and writes files. Both raise ConfigError on
+    Constructor and `write` are collective over all ranks. Only rank 0 reads and writes files. Both raise ConfigError on
     all ranks if rank 0 cannot write; the constructor also if the folder is of another model, quantised or in float16.
     """
 
@@ -94,7 +94,7 @@ class RolloutWeightWriter:
         return reason
 
     def _create_files(self, folder: Path, layout: _Layout) -> None:
-        """Create the files at their full size; files of an earlier run are replaced."""
+        """Create the files at their full size. Files of an earlier run are replaced."""
         self.out.mkdir(exist_ok=True)
         for file in (*self.out.glob("*.safetensors"), self.out / INDEX_FILE):
             file.unlink(missing_ok=True)

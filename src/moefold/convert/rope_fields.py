@@ -125,7 +125,7 @@ class RopeParameters:
             keys[key] = keys.get(key) or None
 
     def _write_longrope(self, part: Any) -> dict[str, Any]:
-        """Write the parameters of LongRoPE; settings without a key of the family do not read back."""
+        """Write the parameters of LongRoPE. Settings without a key of the family do not read back."""
         values: dict[str, Any] = {
             "original_max_position_embeddings": part.original_seq_len,
             "factor": part.factor,
@@ -183,7 +183,7 @@ def _read(rope_type: str, keys: Json) -> dict[str, Any]:
 
 
 def _factor_of(keys: Json, hf_config: Json) -> Any:
-    """Return the scaling factor; if absent, it is the ratio of both context lengths, as in transformers."""
+    """Return the scaling factor. If absent, it is the ratio of both context lengths, as in transformers."""
     factor = keys.get("factor")
     longest = hf_config.get("max_position_embeddings")
     original = keys.get("original_max_position_embeddings")
@@ -216,6 +216,6 @@ _ROPE_KEYS = (
     "mrope_section",
     "mrope_interleaved",
 )
-"""Keys of all scalings; each scaling uses some of them. For text, the axes of multimodal RoPE (M-RoPE) have equal
+"""Keys of all scalings. Each scaling uses some of them. For text, the axes of multimodal RoPE (M-RoPE) have equal
 positions, so that its keys have no effect."""
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope.scaling.original_seq_len")

@@ -58,7 +58,7 @@ class TensorLocation:
         return math.prod(self.shape) * _STORED_DTYPES[self.dtype].itemsize
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-        """Read a part of the tensor into a new tensor; only the rows of the part are read.
+        """Read a part of the tensor into a new tensor. Only the rows of the part are read.
 
         Args:
             index: a slice of every dim, with start, stop and step given.

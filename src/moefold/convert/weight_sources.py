@@ -119,7 +119,7 @@ def check_finite(
     values: Tensor, name: str, folder: Path, way_out: str = "download or convert the folder again"
 ) -> None:
     """Refuse NaN and infinity among values of a tensor of a folder or checkpoint."""
-    # The sum costs less than a thirtieth of a test of each value; it is not finite either where finite values overflow.
+    # The sum costs less than a thirtieth of a test of each value. It is not finite either where finite values overflow.
     if not torch.isfinite(values.sum()) and (wrong := int((~torch.isfinite(values)).sum())):
         raise ConfigError(
             f"{str(folder)!r}: tensor {name} has NaN or infinite values ({wrong} of {values.numel()} that were read): "
@@ -343,7 +343,7 @@ def verify_against_folder(source: WeightSource, folder: HfSource, world: World) 
 def copy_permuted(target: Tensor, source: Tensor) -> None:
     """Copy values that may be transposed in memory, in blocks that fit the cache.
 
-    `Tensor.copy_` only does this for two matrices of one dtype; otherwise it reads one value of each cache line.
+    `Tensor.copy_` only does this for two matrices of one dtype. Otherwise it reads one value of each cache line.
 
     Args:
         target: tensor with any strides.
@@ -439,7 +439,7 @@ class AdaptedSource:
         return self._base.dtype(name)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return the values of a region; only the needed rows of A and columns of B are read."""
+        """Return the values of a region. Only the needed rows of A and columns of B are read."""
         values = self._base.read(name, region)
         if name not in self.adapted:
             return values
@@ -455,7 +455,7 @@ class AdaptedSource:
         self.adapters.clear_cache()
 
     def _read_adapter(self, name: str, region: Region) -> Tensor:
-        """Read some rows of A or columns of B, at least in float32; the other slices may be open."""
+        """Read some rows of A or columns of B, at least in float32. The other slices may be open."""
         shape = self.adapters.shapes[name]
         closed = tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
         return self.adapters.read(name, closed).to(torch.promote_types(self.adapters.dtype(name), torch.float32))

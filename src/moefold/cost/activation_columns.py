@@ -82,7 +82,7 @@ def offload_mask(offload: Iterable[str]) -> NDArray[np.bool_]:
 
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
-    """Return the bytes of `END_COLUMNS`; nothing is in transit."""
+    """Return the bytes of `END_COLUMNS`. Nothing is in transit."""
     has_mtp = formula.model.mtp_layers > 0
     return {
         "embedding": formula.embedding(),

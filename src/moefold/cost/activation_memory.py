@@ -1,6 +1,6 @@
 """Activation memory: bytes that one micro-batch saves for backward, by part of the model.
 
-The parts of a layer define their saved tensors; this module adds them up for whole layers, embedding and head. Tests
+The parts of a layer define their saved tensors. This module adds them up for whole layers, embedding and head. Tests
 compare the sums with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp);
 N tokens inside them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 """
@@ -188,7 +188,7 @@ class ActivationMemory(LayerSizes):
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
         """Memory of a layer while it is recomputed: parts inside a larger recomputed part are saved."""
-        # One norm ends before the next is recomputed; the same holds for experts that run one after another.
+        # One norm ends before the next is recomputed. The same holds for experts that run one after another.
         brief = {"norms"} if self.kernels.grouped_experts else {"norms", "expert_activation"}
         if self.recompute <= brief:
             return self
@@ -240,7 +240,7 @@ class ActivationMemory(LayerSizes):
         return BytesByPart() if self.trains_indexers_only else self._saved_by_head()
 
     def _saved_by_head(self) -> BytesByPart:
-        """Return the bytes that the last norm and the output head save with a graph; a chunked loss saves no logits.
+        """Return the bytes that the last norm and the output head save with a graph. A chunked loss saves no logits.
 
         The loss saves the local row of each label and the log-sum-exp. It saves all logits as the GEMM returns them, or
         tile by tile as exponentials in high precision.
@@ -249,7 +249,7 @@ class ActivationMemory(LayerSizes):
         gathered = self.gathered_tokens * self.model.hidden_size * self.item_bytes
         saved["logits" if self.parallel.tp > 1 else "norms"] += gathered
         if self.model.logits_divisor != 1:
-            # The input of the GEMM is divided; the loss also holds the undivided input.
+            # The input of the GEMM is divided. The loss also holds the undivided input.
             saved["logits"] += self.hidden_bytes
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
         if not self.loss_chunk_tokens:

@@ -92,7 +92,7 @@ def adaptable_names(model: ModelConfig) -> dict[str, None]:
 
 @lru_cache(maxsize=64)
 def adapted_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec]:
-    """Return the matrices of a model that have adapters, by name; layers of multi-token prediction have none."""
+    """Return the matrices of a model that have adapters, by name. Layers of multi-token prediction have none."""
     found = (
         replace(weight, name=f"layers.{i}.{weight.name}")
         for i, layer in enumerate(model.decoder_layers)

@@ -23,10 +23,10 @@ from moefold.errors import ConfigError
 from moefold.units import GIB
 
 DEFAULT_MEMORY_FRACTION = 0.9
-"""Fraction of a GPU's memory used as default budget; the rest is for kernel workspaces, NCCL and allocator
+"""Fraction of a GPU's memory used as default budget. The rest is for kernel workspaces, NCCL and allocator
 fragmentation."""
 FC1_FLOP_FRACTION = 2 / 3
-"""FLOP fraction of the two inner projections of a gated MLP; the output of the third is not needed in backward."""
+"""FLOP fraction of the two inner projections of a gated MLP. The output of the third is not needed in backward."""
 NORM_FLOPS_PER_ELEMENT = 8
 """Nominal cost of a norm: small, but not zero."""
 
@@ -64,7 +64,7 @@ def choose_recompute(
     """Return the set of parts with the fewest recomputed FLOPs whose fullest rank fits into the budget.
 
     Args:
-        cfg: a recipe; its train.recompute is ignored.
+        cfg: a recipe. Its train.recompute is ignored.
         budget_bytes: for weights, gradients, optimizer and activations of one rank: train.memory_budget_gib, or nine
             tenths of the smallest GPU if that is 0.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.

@@ -5,7 +5,7 @@ import re
 _PARTIAL_DEVICE = re.compile(r"\b(mig|grid|vgpu|laptop)\b")
 """Names of partial or reduced devices, whose peak is not the device's."""
 
-# Since Hopper, NVIDIA documents print peaks with 2:4 sparsity; here is the dense half. Sources are the datasheets of
+# Since Hopper, NVIDIA documents print peaks with 2:4 sparsity. Here is the dense half. Sources are the datasheets of
 # the devices, except where another document is named.
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"gb[23]00", 2500.0),  # NVL72: 360 PFLOP/s sparse for 72 GPUs

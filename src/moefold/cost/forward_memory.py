@@ -11,7 +11,7 @@ from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.message_plan import forward_rows, live_messages, plan_messages
 
 PHASES = (("attention", "core attention"), ("dense MLP",), ("experts", "dispatch buffers"), ("shared experts",))
-"""Parts of a layer that are in memory at different times; all others are during the whole layer."""
+"""Parts of a layer that are in memory at different times. All others are during the whole layer."""
 MTP_INPUTS = 3
 """Hidden states of the main model that wait while an MTP layer runs: its two inputs, and the input of the head."""
 

@@ -111,9 +111,9 @@ class Device:
     half_depth: Positive
     """Inner dim K at which a GEMM tile runs at half its speed (prologue and epilogue over main loop)."""
     peak_flops: Annotated[dict[str, Positive], within(HAS_BF16)]
-    """Peak dense FLOP/s by precision; a missing precision has no hardware units."""
+    """Peak dense FLOP/s by precision. A missing precision has no hardware units."""
     wide_flops: Annotated[dict[str, Positive], within(WIDE)] = field(default_factory=dict)
-    """Peak FLOP/s of float32 GEMMs without TF32, and of float64; a missing type cannot be estimated."""
+    """Peak FLOP/s of float32 GEMMs without TF32, and of float64. A missing type cannot be estimated."""
     gemm_fraction: Annotated[dict[str, Share], within(HAS_BF16)]
     """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""
     grouped_fraction: Positive
@@ -141,7 +141,7 @@ class Device:
     exposed_offload_fraction: Part | None = None
     """Part of the copies of an offloaded layer that compute does not hide; None: `EXPOSED_OFFLOAD_FRACTION`."""
     sources: Annotated[dict[str, str], within(SOURCES)] = field(default_factory=dict)
-    """Source of each measured key of `DECIDING_CONSTANTS` on this device; the other keys are unmeasured."""
+    """Source of each measured key of `DECIDING_CONSTANTS` on this device. The other keys are unmeasured."""
     site_link: SiteLink | None = None
     """Connection to other sites; None: not given. No device file has one."""
 

@@ -57,7 +57,7 @@ class MemoryColumns:
     """Kinds with experts."""
 
     def layer_column(self, name: str) -> int:
-        """Return the first column of one of `LAYER_COLUMNS`; the others follow by kind."""
+        """Return the first column of one of `LAYER_COLUMNS`. The others follow by kind."""
         return LAYER_COLUMNS.index(name) * self.num_kinds
 
     def layer_slice(self, name: str) -> slice:

@@ -28,7 +28,7 @@ class OverlapSpec:
 
     columns: MemoryColumns
     splits_backward: bool
-    """True if the schedule splits backward passes; then an unsplit backward pass also computes weight gradients
+    """True if the schedule splits backward passes. Then an unsplit backward pass also computes weight gradients
     last."""
     recomputes_comm: bool
     """True if all-to-alls are recomputed before the gradients."""

@@ -63,7 +63,7 @@ class StepSchedule:
     num_micro_batches: int
     overlap: bool = False
     saves_outputs: bool = True
-    """True if each layer saves its output, the next one's input; in the warm-up of indexers none does."""
+    """True if each layer saves its output, the next one's input. In the warm-up of indexers none does."""
 
     @property
     def shortest_equivalent(self) -> "StepSchedule":

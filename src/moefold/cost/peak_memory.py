@@ -10,7 +10,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.part import word_of
+from moefold.config.part import kind_or_part
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm, without_offloaded
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
@@ -123,7 +123,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
     whole = StepSchedule(
-        word_of(p.schedule),
+        kind_or_part(p.schedule),
         p.pp,
         p.virtual_stages,
         cfg.num_micro_batches,

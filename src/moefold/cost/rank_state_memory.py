@@ -36,7 +36,7 @@ class OptimizerOffloadMemory:
 
 
 class RankStateMemory(UnitStateMemory):
-    """State bytes of all ranks of a config; the cost grows with the number of stages, not of tensors.
+    """State bytes of all ranks of a config. The cost grows with the number of stages, not of tensors.
 
     Args:
         cfg: a recipe that `check_config` passed.

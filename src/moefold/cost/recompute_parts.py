@@ -9,7 +9,7 @@ from moefold.config.part_registry import built_in_kinds, find_part
 COMMON_PARTS = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe", "layer")
 """Parts of a layer under every attention."""
 NETWORK_PARTS = frozenset({"dense_mlp", "expert_activation", "shared_experts", "moe"})
-"""Parts of feed-forward networks; each network has some (`FeedForwardPart.recompute_parts`)."""
+"""Parts of feed-forward networks. Each network has some (`FeedForwardPart.recompute_parts`)."""
 
 
 @cache

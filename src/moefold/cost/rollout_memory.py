@@ -8,7 +8,7 @@ from moefold.cost.state_bytes import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
 
 MAX_WEIGHTS = 1 << 24
-"""Weights of tokens that are computed at a time to draw from them; one row may have more."""
+"""Weights of tokens that are computed at a time to draw from them. One row may have more."""
 BYTES_OF_A_WEIGHT = 24
 """Bytes that a draw has in memory for each weight: scaled logits, powers and integers of 8 bytes. Top-k and top-p,
 which rollouts of training do not use, take up to 41."""

@@ -38,7 +38,7 @@ class CodedSize:
 
     bits: int
     block: int = 1
-    """Elements that are coded together; a parameter takes whole blocks."""
+    """Elements that are coded together. A parameter takes whole blocks."""
     scale_bytes: int = 0
     """Bytes that are sent for each block besides the elements."""
 
@@ -98,7 +98,7 @@ class FragmentTraffic:
         return sum(-(-numel // PART_ELEMENTS) for numel in numels)
 
     def num_bytes(self, code: CodedSize) -> int:
-        """Return the bytes in a format; it must have the blocks of the counted format."""
+        """Return the bytes in a format. It must have the blocks of the counted format."""
         return code.num_bytes(self.num_coded) + self.plain_bytes
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Bounds = NDArray[np.int64]
 Key = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 """Function of the FLOPs and the bytes of the ranks of many splits, [splits, ranks] each. It returns the columns of a
-sort key, most important first; the smallest row is the best split."""
+sort key, most important first. The smallest row is the best split."""
 
 PATIENCE = 32
 """Moves without a better split after which the search ends."""
@@ -43,9 +43,9 @@ def split_units(
     if len(ranks) == 1:
         return [0, len(flops)]
     units = _Units(flops, ranks, sizes)
-    bounds = units.deal()
+    bounds = units.assign_greedily()
     if len(set(flops[1:-1])) > 1:
-        bounds = units.improve(bounds, _fastest)
+        bounds = units.tabu_search(bounds, _fastest)
     if not sizes:
         return list(map(int, bounds))
     limit = float(units.loads(bounds[None])[0].max()) * (1 + max_slowdown_pct / 100)
@@ -55,7 +55,7 @@ def split_units(
         product = np.where(pace <= limit, pace * pace * size.max(1), inf)
         return np.stack([product, pace, (size**2).sum(1), (work**2).sum(1)], 1)
 
-    return list(map(int, units.improve(bounds, lightest)))
+    return list(map(int, units.tabu_search(bounds, lightest)))
 
 
 def _fastest(work: NDArray[np.float64], _: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -83,7 +83,7 @@ class _Units:
         size = self._size_sums[self._stages, stop] - self._size_sums[self._stages, first]
         return work @ self._placed, size @ self._placed
 
-    def deal(self) -> Bounds:
+    def assign_greedily(self) -> Bounds:
         """Return one unit for each stage, and every further one for the least busy rank, in its shortest stage."""
         flops = self._flops
         mean = sum(flops[1:-1]) / max(1, len(flops) - 2)
@@ -103,7 +103,7 @@ class _Units:
             heapreplace(queue, (busy + mean, rank))
         return np.array([0, *accumulate(counts)])
 
-    def improve(self, bounds: Bounds, key: Key) -> Bounds:
+    def tabu_search(self, bounds: Bounds, key: Key) -> Bounds:
         """Return the best of the splits that a tabu search visits: each step takes the best move to a new split."""
         best = _rounded(key(*self.loads(bounds[None])))[0]
         found = bounds

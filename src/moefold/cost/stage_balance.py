@@ -30,7 +30,7 @@ class StageCost:
     """FLOPs and parameters of a part of the model."""
 
     flops: int
-    """Forward FLOPs per token; the backward pass is twice that everywhere."""
+    """Forward FLOPs per token. The backward pass is twice that everywhere."""
     num_parameters: int
     """Parameters on one rank without data-parallel sharding: what tensor parallelism shards over tp, experts over
     ep*etp, and the rest (norms, routers, latent projections) whole."""

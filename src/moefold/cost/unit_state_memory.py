@@ -71,10 +71,10 @@ def state_mapping(cfg: Config) -> StateMapping:
 
 
 class UnitStateMemory:
-    """State bytes of single units (a layer, the embedding, the head) under any mapping; each is computed once.
+    """State bytes of single units (a layer, the embedding, the head) under any mapping. Each is computed once.
 
     Args:
-        cfg: the recipe; its mapping does not count.
+        cfg: the recipe. Its mapping does not count.
         kinds: distinct layers of the model, in the order of `columns`; None: the recipe's.
         item_bytes: bytes of a number of the master weights, 0 if there are only weights in the compute type, and of the
             gradients; None: of the recipe's types.
@@ -232,7 +232,7 @@ class UnitStateMemory:
     def moment_sizes(self, mapping: StateMapping) -> dict[int, list[int]]:
         """Return the offloaded moments of each unit, largest first, by its state column.
 
-        A copy of the embedding on the rank of the first stage has no moments; on another rank it has them.
+        A copy of the embedding on the rank of the first stage has no moments. On another rank it has them.
         """
         sizes: dict[int, list[int]] = {column: self.offloaded_unit(column, mapping) for column in self.units}
         if self.cfg.model.last_stage_needs_embedding:

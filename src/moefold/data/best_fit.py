@@ -1,7 +1,7 @@
 """Best-fit packing of documents for pretraining (arXiv:2404.10830): documents that fit into a sample are not split.
 
 Documents longer than a sample are split into parts of a whole sample and a rest. The documents and rests of a window of
-the stream are packed by best fit decreasing; the rest of a sample is padding. The packing is computed once, stored in
+the stream are packed by best fit decreasing. The rest of a sample is padding. The packing is computed once, stored in
 the cache, and memory-mapped: sample n is the same on every rank, and the position of a run is a number of samples.
 """
 
@@ -73,7 +73,7 @@ class PackingCounts:
     """Tokens in the samples, without padding."""
 
     def describe(self, sample_tokens: int) -> str:
-        """Return a log message; a sample has `sample_tokens` tokens."""
+        """Return a log message. A sample has `sample_tokens` tokens."""
         filled = self.num_tokens / max(1, self.num_samples * sample_tokens)
         return (
             f"data.packing='best_fit': {self.num_documents} documents, {self.num_split} split as they have more than "
@@ -117,7 +117,7 @@ class BestFitSamples(SampleSource):
         return len(self._first_parts) - 1
 
     def annotated_sample(self, number: int) -> Sample:
-        """Return one sample; its padding is the last document."""
+        """Return one sample. Its padding is the last document."""
         documents = [self._stream.read(first, first + length) for first, length in self._parts_of(number)]
         return packed_sample(documents, self.seq_len + 1, self._pad_id)
 
@@ -153,7 +153,7 @@ def open_best_fit(
     seq_len: int,
     pad_id: int,
 ) -> BestFitSamples:
-    """Open the samples of a stream packed by best fit, from the cache or packed now; a changed source is packed again.
+    """Open the samples of a stream packed by best fit, from the cache or packed now. A changed source is packed again.
 
     Raises:
         ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.

@@ -157,7 +157,7 @@ class ChatTemplate:
         return process
 
     def _answers(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the answer to each request in order; a failed one has the reason as `refused`.
+        """Yield the answer to each request in order. A failed one has the reason as `refused`.
 
         Requests after a refused request are sent only if the caller wants their answers: each may cost the full CPU
         limit.

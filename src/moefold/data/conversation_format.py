@@ -15,7 +15,7 @@ from moefold.data.file_formats import JsonlRecord, column_text, refuse_surrogate
 from moefold.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles of messages; a template may use other roles, but only answers of the assistant are trained on."""
+"""Roles of messages. A template may use other roles, but only answers of the assistant are trained on."""
 
 ANSWER_FIELDS = ("response", "completion")
 SHAREGPT_ROLES = {
@@ -55,11 +55,11 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
     Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction; {"prompt", "response"}
     (or "completion"): two texts, or, as in TRL, two lists of messages, and only the completion is trained. In each
-    format a text "system" precedes the messages. Other fields are ignored; in a message they are passed to the
+    format a text "system" precedes the messages. Other fields are ignored. In a message they are passed to the
     template.
 
     Raises:
-        ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
+        ConfigError: the record has none of these formats, or a message has no role or no text. The message has its
             line.
     """
     fields = record.fields

@@ -98,7 +98,7 @@ def stored_notes(cached: Path, report: RowReport) -> list[str]:
 def tokenize_conversations(
     conversations: Sequence[ChatRequest], tokenizer: OffsetTokenizer, template: ChatTemplate, report: RowReport
 ) -> Iterator[TokenizedConversation | None]:
-    """Render and tokenise conversations, and find their targets; a row's conversations are consecutive.
+    """Render and tokenise conversations, and find their targets. A row's conversations are consecutive.
 
     Yields:
         The tokens of each conversation; None for a conversation of a skipped row.

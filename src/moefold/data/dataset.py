@@ -52,7 +52,7 @@ _VALIDATION = "validation"
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Training and validation samples of a run; the two parts share no token."""
+    """Training and validation samples of a run. The two parts share no token."""
 
     train: Sampler
     """Training samples; reshuffled every epoch if data.shuffle."""
@@ -95,7 +95,7 @@ class ProgramData:
 
     A program derives from `Sampler`; its `annotated_sample` returns tokens, weights of the targets and the columns of
     its loss. Every rank has its own copy and reads the samples of its data-parallel rank. Sample `index` must be the
-    same on every rank; the position of a run is the number of samples it has read.
+    same on every rank. The position of a run is the number of samples it has read.
     """
 
     train: Sampler
@@ -150,7 +150,7 @@ def open_dataset(
     Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
 
     Args:
-        seq_len: train.seq_len, S; a sample has S + 1 tokens.
+        seq_len: train.seq_len, S. A sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
         token_file_set: the token files recorded when the run began; None: list the files now.
@@ -381,7 +381,7 @@ _NUM_STRIDES = 4
 class SyntheticSamples(SampleSource):
     """Samples that count upwards by a stride, with random jumps; computed on demand.
 
-    The seed chooses four strides; each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
+    The seed chooses four strides. Each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
     probability 0.1, any token. A model first learns the four successors of each token, and then, with attention, which
     stride the current sample uses.
     """

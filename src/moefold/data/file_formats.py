@@ -43,7 +43,7 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[str]:
 
 
 class JsonStream:
-    """Values of a JSON file, read from blocks of its text; the path is for messages."""
+    """Values of a JSON file, read from blocks of its text. The path is for messages."""
 
     def __init__(self, blocks: Iterator[str], path: Path) -> None:
         self._path = path
@@ -335,7 +335,7 @@ _BATCH_ROWS = 1024
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a parquet file as `pyarrow.parquet.ParquetFile`; only its footer is read."""
+    """Open a parquet file as `pyarrow.parquet.ParquetFile`. Only its footer is read."""
     pyarrow = import_pyarrow(path)
     from pyarrow.parquet import ParquetFile
 
@@ -346,7 +346,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def open_seekable(path: Path) -> BinaryIO:
-    """Open a file for random access; a compressed file is decompressed to a temporary copy."""
+    """Open a file for random access. A compressed file is decompressed to a temporary copy."""
     if path.suffix not in COMPRESSION_SUFFIXES:
         return open_regular(path)
     copy = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
@@ -371,7 +371,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
     """Yield the values of an existing column, each with its row number (1-based), of consecutive row groups or of all.
 
     Raises:
-        ConfigError: the file is damaged, or a text is not UTF-8; the message has the row.
+        ConfigError: the file is damaged, or a text is not UTF-8. The message has the row.
     """
     from pyarrow import ArrowException
 

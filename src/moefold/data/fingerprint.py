@@ -1,8 +1,8 @@
 """Fingerprints of data files: hashes of a few blocks of a file detect that it has changed.
 
-A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them;
-with more than 4,096 files only the first and the last. A different length, header or end is always detected, and a
-rewritten file almost always, but not a change of some bytes in the middle of a large file. Tokenizers and chat
+A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them.
+With more than 4,096 files only the first and the last are read. A different length, header or end is always detected,
+and a rewritten file almost always, but not a change of some bytes in the middle of a large file. Tokenizers and chat
 templates are small, and a changed byte may change every id: they are also hashed as a whole.
 """
 
@@ -130,7 +130,7 @@ def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
 
 
 LOCATION_KEYS = ("path", "tokenizer", "chat_template")
-"""Keys of [data] with locations of files; the files are compared, not their names."""
+"""Keys of [data] with locations of files. The files are compared, not their names."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class DataFiles:
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files, as `fingerprint` returns them, by purpose; the order has the keys of [data]."""
+    """Sort the names of data files, as `fingerprint` returns them, by purpose. The order has the keys of [data]."""
     path = order.get("path", "")
     paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
     roles = _roles(order)
@@ -175,15 +175,15 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
     return roles | ({template: "data.chat_template"} if template else {})
 
 
-def names_now(
+def current_names(
     old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the current names of the files of a checkpoint, by their names there; a file may be missing."""
+    """Return the current names of the files of a checkpoint, by their names there. A file may be missing."""
     renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
     if len(old.paths) == len(new.paths):
         for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
             renamed |= _matched(old, before, saved, new, after, fingerprints) or {
-                name: _place_now(name, old, i, new.paths[i]) for name in before
+                name: _current_name(name, old, i, new.paths[i]) for name in before
             }
     elif all(old.sources) and all(new.sources):
         before = tuple(name for names in old.sources for name in names)
@@ -205,12 +205,12 @@ def _matched(
         return {}
     for name, other in zip(before, after, strict=True):
         same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
-        if not same or (old.by_folder and _meaning(old, name) != _meaning(new, other)):
+        if not same or (old.by_folder and _reader_key(old, name) != _reader_key(new, other)):
             return {}
     return dict(zip(before, after, strict=True))
 
 
-def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
+def _current_name(name: str, old: DataFiles, index: int, root: str) -> str:
     """Return the name below the recipe's path of a file below a path of the checkpoint."""
     relative = _relative(name, old.paths[index])
     if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
@@ -218,7 +218,7 @@ def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     return name_below(root, relative) if relative else root
 
 
-def _meaning(files: DataFiles, name: str) -> str:
+def _reader_key(files: DataFiles, name: str) -> str:
     """Return the part of a file's name that determines its reader: the whole name below a folder, else the suffix."""
     root = next(root for root in files.paths if is_below(Path(name), Path(root)))
     relative = _relative(name, root)
@@ -238,26 +238,28 @@ def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) 
     return {name: digest for name, digest in fingerprints.items() if name not in unknown}
 
 
-def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def unmatched_locations(
+    old: DataFiles, new: DataFiles, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[str]:
     """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
         old: the files of the checkpoint.
-        order: settings of the checkpoint.
-        mine: settings of the recipe.
+        saved: settings of the checkpoint.
+        current: settings of the recipe.
     """
     unmatched = []
-    hub_then = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
-    hub_now = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
-    places_then = [i for i, names in enumerate(old.sources) if not names]
-    places_now = [i for i, names in enumerate(new.sources) if not names]
-    has_other_hub = hub_then != hub_now or (
-        bool(hub_now) and (places_then != places_now or len(old.paths) != len(new.paths))
+    saved_hub_paths = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
+    hub_paths = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
+    saved_hub_places = [i for i, names in enumerate(old.sources) if not names]
+    hub_places = [i for i, names in enumerate(new.sources) if not names]
+    has_other_hub = saved_hub_paths != hub_paths or (
+        bool(hub_paths) and (saved_hub_places != hub_places or len(old.paths) != len(new.paths))
     )
-    if order.get("path") != mine.get("path") and has_other_hub:
+    if saved.get("path") != current.get("path") and has_other_hub:
         unmatched.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
         is_compared = role in old.settings and role in new.settings
-        if not is_compared and order.get(key) != mine.get(key):
+        if not is_compared and saved.get(key) != current.get(key):
             unmatched.append(key)
     return unmatched

@@ -179,7 +179,7 @@ class TextTables:
 def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) -> TextTables:
     """Return the sources that data.path names, for one split, except skipped files.
 
-    An existing name is a file or folder; any other name of the form `owner/name` is a data set on the hub.
+    An existing name is a file or folder. Any other name of the form `owner/name` is a data set on the hub.
 
     Raises:
         ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads; or a key

@@ -10,7 +10,7 @@ _ROUNDS = 8
 class IndexShuffle:
     """A seeded bijection of [0, length), evaluated one index at a time.
 
-    A generalised Feistel network over a grid just larger than the length; indices outside the range are permuted again
+    A generalised Feistel network over a grid just larger than the length. Indices outside the range are permuted again
     until they are inside (cycle walking: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
     """
 

@@ -95,7 +95,7 @@ def _fetched(key: str, name: str) -> Path:
             return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
         if "tokenizer" not in key:
             return local_copy(name.rstrip("/"))
-        # The settings next to the file belong to it; weights in the same folder do not.
+        # The settings next to the file belong to it. Weights in the same folder do not.
         remote = RemotePath(name)
         if remote.is_file():
             return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, escape(remote.name))) / remote.name
@@ -110,7 +110,7 @@ def name_below(root: str, relative: Path | str) -> str:
 
 
 def data_file_path(name: str, roots: Iterable[str]) -> Path:
-    """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
+    """Return the absolute path of a data file by its name in the recipe. It need not exist, unless it is remote.
 
     Args:
         roots: data.path, which names the file or a folder above it.
@@ -180,7 +180,7 @@ def table_suffix(path: Path) -> str:
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
-    """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH [HASH]", or "skipped"."""
+    """Return descriptions of the changed files by name. A fingerprint is "SIZE HASH [HASH]", or "skipped"."""
     differences = {}
     for name in [*saved, *(name for name in current if name not in saved)]:
         before = saved.get(name)

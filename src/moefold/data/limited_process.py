@@ -52,7 +52,7 @@ class LimitedProcess:
     def ask(
         self, request: dict[str, Any], payload: bytes = b"", *, memory_bytes: int, cpu_s: float, limit: int, does: str
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return the answer and its data; a refused request has the reason as `refused`.
+        """Send a request and return the answer and its data. A refused request has the reason as `refused`.
 
         Args:
             request: the name of the program's method as `do`, and its arguments.

@@ -1,7 +1,7 @@
 """Preference data: pairs of completions, or completions with a label.
 
 A row has both sequences of a pair. The formats are TRL's: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with
-the prompt as their common prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
+the prompt as their common prefix, and {"prompt", "completion", "label"}. Each text is a message or a list of messages.
 """
 
 import logging
@@ -53,7 +53,7 @@ def _is_labelled(align: AlignConfig) -> bool:
 
 
 class PackedPairs(PackedMembers):
-    """Samples of whole pairs and padding; both sequences of a pair are documents of one sample.
+    """Samples of whole pairs and padding. Both sequences of a pair are documents of one sample.
 
     Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
     targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1: none; "is_desirable" [K
@@ -284,7 +284,7 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
 
 
 def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]:
-    """Return prompt, completion and label of a row; a row with a pair has a desirable and an undesirable completion."""
+    """Return prompt, completion and label of a row. A row with a pair has a desirable and an undesirable completion."""
     fields = record.fields
     if "completion" not in fields and "chosen" in fields:
         prompt, chosen, rejected = parse_pair(record)
@@ -302,7 +302,7 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
 
 
 def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
-    """Return the messages of a column; a text is one message of the role."""
+    """Return the messages of a column. A text is one message of the role."""
     value = record.fields[column]
     place = f'{record.location}: "{column}"'
     if isinstance(value, list):

@@ -45,7 +45,7 @@ CheckPrompt = Callable[[Prompt], None]
 
 
 class TaskPrompts:
-    """Problems of a task as prompts; the reward function receives their columns."""
+    """Problems of a task as prompts. The reward function receives their columns."""
 
     def __init__(self, problems: Problems, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None = None) -> None:
         self._problems = problems
@@ -219,7 +219,7 @@ def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
 
 
 def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt | None = None) -> bool:
-    """Return whether the first prompt that `read_prompts` reads is a conversation; then all prompts are."""
+    """Return whether the first prompt that `read_prompts` reads is a conversation. Then all prompts are."""
     skipped = SkippedRows(skips=data.skip_bad_rows)
     first = next(_usable_prompts(_PromptReader(data, tokenizer, None), data, check, skipped), None)
     return first is not None and not isinstance(first.source, str)

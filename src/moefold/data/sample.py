@@ -55,7 +55,7 @@ class Sample:
     is_padding: NDArray[np.bool_] | None = None
     """Tokens that only fill the sample, [S + 1]; None if there are no such tokens.
 
-    MoE layers do not route them. A token whose target has weight 0, such as a token of a prompt, is not padding: it is
+    MoE layers do not route them. A token whose target has weight 0, such as a token of a prompt, is not padding. It is
     context of other tokens, is routed, and counts in the load of the experts. Padding is never a target and predicts
     none, whatever its weights.
     """
@@ -109,7 +109,7 @@ class SampleSource(ABC):
 
     @property
     def dropped_samples(self) -> list[range]:
-        """Ranges of the numbers of the dropped samples, ascending and disjoint; the others keep their numbers."""
+        """Ranges of the numbers of the dropped samples, ascending and disjoint. The others keep their numbers."""
         return []
 
 

@@ -64,10 +64,10 @@ class IndexRanges:
 
 
 def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRanges, IndexRanges]:
-    """Divide samples [0, num_samples) into training and validation; above 0, a fraction holds out at least one sample.
+    """Divide samples [0, num_samples) into training and validation. Above 0, a fraction holds out at least one sample.
 
     Returns:
-        (training, validation); no training sample is next to a validation sample.
+        (training, validation). No training sample is next to a validation sample.
 
     Raises:
         ConfigError: the fraction is outside [0, 1) or leaves no sample to train on.
@@ -114,7 +114,7 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
 
 
 class TokenStream(ABC):
-    """Long sequence of token ids, read in parts; it may come from files, and have an index of documents."""
+    """Long sequence of token ids, read in parts. It may come from files, and have an index of documents."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class TokenStream(ABC):
         return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files by name; the positions of all ids stay the same."""
+        """Drop files by name. The positions of all ids stay the same."""
         return
 
     @property
@@ -153,7 +153,7 @@ class PackedSamples(SampleSource):
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, document_end: int = -1) -> None:
-        """Split a stream into samples; a tail shorter than seq_len is not used."""
+        """Split a stream into samples. A tail shorter than seq_len is not used."""
         self.stream = stream
         self.seq_len = seq_len
         self.document_end = document_end
@@ -172,7 +172,7 @@ class PackedSamples(SampleSource):
         return self.stream.describe_location(number * self.seq_len)
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files; samples with any token of a dropped file are dropped."""
+        """Drop files. Samples with any token of a dropped file are dropped."""
         self.stream.drop_files(names)
 
     def is_dropped(self, number: int) -> bool:
@@ -227,7 +227,7 @@ class SampleCatalog(Protocol):
 class Sampler(SampleSource):
     """Endless sequence of samples in the order of a run, the same under every parallel mapping.
 
-    The number of a sample is its index in the run, 0-based and without an upper limit; the length is the number of
+    The number of a sample is its index in the run, 0-based and without an upper limit. The length is the number of
     samples in an epoch. `annotated_sample` raises ConfigError if there is no sample, or the data holds an id outside
     the model's vocabulary.
     """
@@ -283,7 +283,7 @@ class Sampler(SampleSource):
         return None
 
     def restore(self, state: Any) -> None:
-        """Restore a state returned by `state`; it only saves time and does not change the samples."""
+        """Restore a state returned by `state`. It only saves time and does not change the samples."""
         return
 
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning data: tokenised conversations, packed into samples by best fit.
 
 The cache holds one uint32 per token: the id, a bit for targets (assistant output), and two bits for the first token of
-a conversation and its label. Packing depends on the sequence length; every process computes the same packing from the
+a conversation and its label. Packing depends on the sequence length. Every process computes the same packing from the
 lengths.
 """
 
@@ -42,7 +42,7 @@ FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
-"""Bit of the first token of a conversation; its meaning depends on the kind of data."""
+"""Bit of the first token of a conversation. Its meaning depends on the kind of data."""
 _ID_MASK = np.uint32((1 << 29) - 1)
 _BATCH_ROWS = 256
 _SCAN_CHUNK_TOKENS = 2**24
@@ -89,7 +89,7 @@ class ConversationReader:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedConversations:
-    """All conversations of the files, tokenised; only their offsets are in memory, the ids stay on disk."""
+    """All conversations of the files, tokenised. Only their offsets are in memory, the ids stay on disk."""
 
     flagged: ShardReader
     """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT` of all conversations, uint32 [tokens]."""
@@ -199,7 +199,7 @@ class PackedConversations(PackedMembers):
         self._scales = scales
 
     def annotated_sample(self, number: int) -> Sample:
-        """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
+        """Return one sample. Its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
         conversations = [self._conversations.read(int(member), size) for member in self._bins[number]]
         scale = None
@@ -223,7 +223,7 @@ def open_conversations(
     reader: ConversationReader | None = None,
     shows_progress: bool,
 ) -> TokenizedConversations:
-    """Open the conversations that data.path names, except skipped files; the first call tokenises them.
+    """Open the conversations that data.path names, except skipped files. The first call tokenises them.
 
     Args:
         reader: conversion of rows to conversations; None if each row is a conversation.
@@ -477,7 +477,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = []
     with_space: list[list[int]] = [[] for _ in range(capacity + 1)]
-    # Bit s of `spaces` is set if a bin with space s exists; the lowest set bit from `length` on is the best fit.
+    # Bit s of `spaces` is set if a bin with space s exists. The lowest set bit from `length` on is the best fit.
     spaces = 0
     for i in order:
         length = lengths[i]

@@ -19,7 +19,7 @@ from moefold.errors import ConfigError, RunError
 
 _ENDS_DTYPE = np.dtype("<i8")
 _BLOCK_ENDS = 512
-"""Document ends in a block of 4 KiB; the last end of each block is kept in memory."""
+"""Document ends in a block of 4 KiB. The last end of each block is kept in memory."""
 _CHECKED_BLOCKS = 2048
 
 
@@ -102,7 +102,7 @@ class ShardReader:
         return self._ids.count
 
     def __getitem__(self, rows: slice) -> NDArray[np.integer]:
-        """Return the ids of a slice without a step, as for an array; errors are as for `read`."""
+        """Return the ids of a slice without a step, as for an array. Errors are as for `read`."""
         start, stop, step = rows.indices(len(self))
         assert step == 1
         return self.read(start, max(start, stop))
@@ -150,7 +150,7 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
 class DocumentEnds:
     """Document index of a token file: the position after the last token of each document, ascending.
 
-    The index is read from disk on demand; one number in 512 is kept in memory.
+    The index is read from disk on demand. One number in 512 is kept in memory.
     """
 
     def __init__(self, index: "EndsReader", num_tokens: int) -> None:
@@ -215,7 +215,7 @@ _INVALID_FILE_ERRORS = (
 
 
 def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
-    """Memory-map an array read-only; only its header is read.
+    """Memory-map an array read-only. Only its header is read.
 
     Raises:
         ValueError: the file cannot be read, is not a complete array of plain numbers, or has several arrays.

@@ -1,8 +1,8 @@
 """Streaming sampler: tokenise documents on the fly, with bounded memory, no cache and a small resumable state.
 
-The stream is divided into blocks of up to 1,024 samples; a block is packed and shuffled as a whole. The content of
+The stream is divided into blocks of up to 1,024 samples. A block is packed and shuffled as a whole. The content of
 sample n depends only on n and the data. The state of a block is its first document and the number of tokens of it that
-belong to the previous block. A resumed run continues reading there; without a state it reads all earlier data.
+belong to the previous block. A resumed run continues reading there. Without a state it reads all earlier data.
 """
 
 from collections import deque

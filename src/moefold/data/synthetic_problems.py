@@ -35,7 +35,7 @@ class TaskProblem:
 
     prompt: str
     answer: str
-    """A correct answer; others may also be correct."""
+    """A correct answer. Others may also be correct."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the reward function, by name."""
 
@@ -159,7 +159,7 @@ class TaskSampler(Sampler):
         return self._num_samples
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return a sample of as many whole problems as fit; the rest is padding."""
+        """Return a sample of as many whole problems as fit. The rest is padding."""
         size = self.seq_len + 1
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"

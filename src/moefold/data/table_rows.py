@@ -236,12 +236,12 @@ METADATA_FILES = (*SAVED_DATASET_FILES, "dataset_info.json", "dataset_infos.json
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?\n)---[ \t]*(?:\n|\Z)", re.DOTALL)
 _CONFIG_KEYS = frozenset({"config_name", "data_files", "data_dir", "default", "description", "version", "features"})
-"""Keys of a configuration; other keys are options of a reader of the package."""
+"""Keys of a configuration. Other keys are options of a reader of the package."""
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
 def check_rows_readable(file: Path, column: str) -> None:
-    """Read all rows of a file; errors are as for `text_rows`."""
+    """Read all rows of a file. Errors are as for `text_rows`."""
     if table_suffix(file) in FOLDER_SUFFIXES and file.name not in METADATA_FILES:
         for _ in text_rows(file, column):
             pass

@@ -27,7 +27,7 @@ _PROBE = "\ue000\ue001\ue002"
 
 
 class TemplateRenderError(Exception):
-    """A template cannot render a conversation; the message is the reason."""
+    """A template cannot render a conversation. The message is the reason."""
 
 
 class TemplateWorker:
@@ -107,7 +107,7 @@ class _Conversation:
             spans = turns
         prompts: list[int | str] = []
         for i in targets:
-            # Some templates refuse a conversation that ends before an answer; the marks are correct anyway.
+            # Some templates refuse a conversation that ends before an answer. The marks are correct anyway.
             with contextlib.suppress(TemplateRenderError):
                 prompts.append(_as_prefix(self.write(i, prompts=True)[0], text))
         return {"text": text, "spans": spans, "prompts": prompts, "altered": 0}

@@ -34,7 +34,7 @@ class TextFile:
     size_bytes: int
     mtime_ns: int
     is_named: bool
-    """True if the recipe names the file itself, not its folder; such a file may not be skipped."""
+    """True if the recipe names the file itself, not its folder. Such a file may not be skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Corpus:
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
-    """Return the text files that data.path names, folders recursively, except skipped files; each is a document."""
+    """Return the text files that data.path names, folders recursively, except skipped files. Each is a document."""
     paths = data_paths(path, "text")
     files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
     check_no_duplicates(tuple(file.path.resolve() for file in files))

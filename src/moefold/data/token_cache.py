@@ -1,6 +1,6 @@
 """Cache of tokenised text: each entry is written once, atomically, then read by every rank.
 
-An entry is `<key>.npy`; the key hashes the sources (paths, sizes, times), the tokenizer and the format, so a changed
+An entry is `<key>.npy`. The key hashes the sources (paths, sizes, times), the tokenizer and the format, so a changed
 file or tokenizer gives another entry. A writer holds a lock and writes to a temporary file, which is renamed after an
 fsync: a killed writer leaves a temporary file that is never read and that a later writer deletes.
 """
@@ -134,7 +134,7 @@ def _make_entry(folder: Path, name: str, write: Callable[[BinaryIO], None]) -> P
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a file lock that ends with the process; without lock support, processes may duplicate the work."""
+    """Hold a file lock that ends with the process. Without lock support, processes may duplicate the work."""
     with FileLock(open_lock_file(path)) as lock:
         try:
             lock.acquire()

@@ -49,7 +49,7 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the dtype, number of sequences, number of documents + 1."""
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLM_C_HEADER = struct.Struct("<3i")
-"""Magic, version, number of ids; the header is 256 int32 long."""
+"""Magic, version, number of ids. The header is 256 int32 long."""
 _LLM_C_HEADER_BYTES = 1024
 _LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
@@ -219,7 +219,7 @@ class TokenFile:
 
 
 class TokenFileStream(TokenStream):
-    """Several files of ids read as one stream; every id read is checked against the vocabulary.
+    """Several files of ids read as one stream. Every id read is checked against the vocabulary.
 
     A file can be dropped: its ids keep their positions in the stream, but must not be read.
     """
@@ -246,7 +246,7 @@ class TokenFileStream(TokenStream):
         return self._ends[-1]
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files by name; names of other files are ignored."""
+        """Drop files by name. Names of other files are ignored."""
         dropped_names = frozenset(names)
         self._dropped |= {index for index, file in enumerate(self._files) if file.name in dropped_names}
 
@@ -263,7 +263,7 @@ class TokenFileStream(TokenStream):
         """Return tokens start .. stop-1, int64 [stop - start], across file boundaries.
 
         Raises:
-            OutOfVocabError: an id is negative or not below the vocabulary; the message has its file and position.
+            OutOfVocabError: an id is negative or not below the vocabulary. The message has its file and position.
             BrokenShardError: a file has changed.
         """
         if not 0 <= start <= stop <= len(self):
@@ -483,7 +483,7 @@ class TokenFileSet:
     """Dropped files, each with the reason."""
 
     def without(self, dropped: Mapping[str, str]) -> Self:
-        """Return the files with more of them dropped; earlier reasons are kept."""
+        """Return the files with more of them dropped. Earlier reasons are kept."""
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
@@ -504,7 +504,7 @@ class TokenFileSet:
 
 
 def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> TokenFile:
-    """Return a file of a run by its name; a missing file is reported when it is read."""
+    """Return a file of a run by its name. A missing file is reported when it is read."""
     if path.suffix != ".bin":
         return TokenFile(path, num_tokens, None, name)
     if not path.is_file():

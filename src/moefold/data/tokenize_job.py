@@ -105,7 +105,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
 
 
 def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> tuple[Shard, ...]:
-    """Split files into shards of about `shard_bytes` of input, in order; documents are never split."""
+    """Split files into shards of about `shard_bytes` of input, in order. Documents are never split."""
     shards: list[Shard] = []
     portions: list[InputSlice] = []
     filled = 0
@@ -143,7 +143,7 @@ def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRow
     """Yield the non-empty documents of a slice, long texts in chunks.
 
     Raises:
-        ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
+        ConfigError: the input cannot be read, is not text, or lacks the column. The message has file and line (row).
     """
     try:
         yield from _documents(input_slice, column, skipped)
@@ -315,7 +315,7 @@ class ShardWriter:
         return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8, *skipped)
 
     def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
-        """Tokenise a shard to temporary files, and rename them, the index first; on an error no file of it remains.
+        """Tokenise a shard to temporary files, and rename them, the index first. On an error no file of it remains.
 
         The bytes of input that were read since the last call are reported.
         """
@@ -400,7 +400,7 @@ class TokenizationResult:
     num_tokens: int
     num_shards: int
     num_new_tokens: int
-    """Tokens written by this call; the others were written by earlier, interrupted calls."""
+    """Tokens written by this call. The others were written by earlier, interrupted calls."""
     num_skipped: int
     """Lines and rows without text, including earlier calls."""
     first_skipped: str

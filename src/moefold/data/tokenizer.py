@@ -74,7 +74,7 @@ class ByteTokenizer(OffsetTokenizer):
     added_ids = np.zeros(0, dtype=np.int64)
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text, [bytes]; a chat template may end a turn with a NUL character."""
+        """Return the UTF-8 bytes of a text, [bytes]. A chat template may end a turn with a NUL character."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -95,7 +95,7 @@ class ByteTokenizer(OffsetTokenizer):
         return octets.decode("utf-8", errors="replace")
 
     def token_table(self) -> "TokenTable":
-        """Return the bytes; no id is special."""
+        """Return the bytes. No id is special."""
         from moefold.data.tokenizer_process import TokenTable
 
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
@@ -121,7 +121,7 @@ class NumberTokenizer(Tokenizer):
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
 
     def token_table(self) -> "TokenTable":
-        """Return the numbers; no id is special."""
+        """Return the numbers. No id is special."""
         from moefold.data.tokenizer_process import TokenTable
 
         return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())

@@ -1,9 +1,10 @@
 """Reader of a tokenizer folder: ids, special tokens, chat templates and ends, like transformers.
 
 `read_tokenizer_folder` reads every file that `AutoTokenizer` uses: tokenizer.json, or vocab.json and merges.txt;
-tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and additional_chat_templates;
-config.json, which may choose the class of the tokenizer; and, for the ends of a text, generation_config.json. No code
-of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the declarations to it.
+tokenizer_config.json, special_tokens_map.json and added_tokens.json; chat_template.jinja and additional_chat_templates.
+It reads config.json too, which may choose the class of the tokenizer, and generation_config.json for the ends of a
+text. No code of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the
+declarations to it.
 """
 
 import json
@@ -159,9 +160,9 @@ class TokenizerFolder:
     ids: Mapping[str, int]
     """Ids of the special tokens, and of `END_OF_TEXT_NAMES` in the vocabulary."""
     special_tokens: Mapping[str, str]
-    """Declared tokens by name, such as `bos_token`; a template may use each by its name."""
+    """Declared tokens by name, such as `bos_token`. A template may use each by its name."""
     templates: Mapping[str, str]
-    """Chat templates by name; a template without a name is `DEFAULT_TEMPLATE`."""
+    """Chat templates by name. A template without a name is `DEFAULT_TEMPLATE`."""
     template_file: Path
     """Origin of the templates, for messages."""
     ends: tuple[int, ...]
@@ -357,7 +358,7 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Return the chat templates of a folder by name, and their origin; files replace all templates in the settings."""
+    """Return the chat templates of a folder by name, and their origin. Files replace all templates in the settings."""
     templates = {}
     file = folder / CHAT_TEMPLATE_FILE
     if file.is_file():

@@ -40,7 +40,7 @@ class TokenizerLimits:
 
 
 class TokenizerError(ValueError):
-    """A tokenizer refuses a file or a text, or exceeds a limit; the message is the reason."""
+    """A tokenizer refuses a file or a text, or exceeds a limit. The message is the reason."""
 
 
 class TokenizerProcess:
@@ -49,7 +49,7 @@ class TokenizerProcess:
     def __init__(self, read: Callable[[], Sequence[bytes]], limits: TokenizerLimits) -> None:
         """Start the process and load the tokenizer in it; raise TokenizerError if the content is not a tokenizer.
 
-        `read` returns a tokenizer.json, or a vocab.json and a merges.txt; it is called for each start of the process.
+        `read` returns a tokenizer.json, or a vocab.json and a merges.txt. It is called for each start of the process.
         """
         self._read_files = read
         self._limits = limits

@@ -4,7 +4,7 @@ It imports only `tokenizers` and the standard library. A tokenizer.json is untru
 text to gigabytes, and its regular expressions may not terminate. It therefore runs in a separate process, with limits
 on memory and on the CPU time of each request.
 
-`limited_worker.py` runs it. The first request loads a tokenizer.json, or vocab.json and merges.txt; the second request
+`limited_worker.py` runs it. The first request loads a tokenizer.json, or vocab.json and merges.txt. The second request
 has the declarations of the files next to it (`read_tokenizer_folder`).
 """
 

@@ -26,7 +26,7 @@ def run_tasks(
     """Run tasks in worker processes, in any order.
 
     Args:
-        work: called with a task and a function that reports progress; both must be picklable.
+        work: called with a task and a function that reports progress. Both must be picklable.
         num_processes: maximum number of processes; 1 runs the tasks in this process.
 
     Yields:

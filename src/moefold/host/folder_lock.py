@@ -83,7 +83,7 @@ class FolderLock:
     """Context manager that locks `folder` for this process; waits up to `wait_s` for another job to end.
 
     No child process keeps the lock, so it ends with this process. On a file system without locks, the folder is refused
-    if the process that its lock file names still runs on this machine; otherwise it is used unlocked, with a warning. A
+    if the process that its lock file names still runs on this machine. Otherwise it is used unlocked, with a warning. A
     job that is refused before it writes anything removes the folders that it created.
 
     Args:

@@ -38,7 +38,7 @@ def make_server(
         return GuardedProtocol(guard, keywords, **timeouts)
 
     logs = copy.deepcopy(LOGGING_CONFIG)
-    logs["filters"] = {"once": {"()": lambda: _OncePerReason(guard)}}
+    logs["filters"] = {"once": {"()": lambda: _RepeatedWarningFilter(guard)}}
     logs["handlers"]["default"]["filters"] = ["once"]
     # asyncio's own loop: another event loop would not call the listener's accept.
     config = uvicorn.Config(
@@ -82,29 +82,29 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the timer of the first header."""
         super().connection_made(transport)
-        self._enter("header")
+        self._start_phase("header")
 
     def data_received(self, data: bytes) -> None:
         """Pass data on, and start the timer of the next data."""
         if self._phase == "linger":
             self._num_discarded += len(data)
         if self._phase == "idle":
-            self._enter("header")
+            self._start_phase("header")
         if self._num_discarded > LINGER_BYTES:
-            self._end()
+            self._abort()
             return
         super().data_received(data)
-        self._follow()
+        self._update_phase()
 
     def on_response_complete(self) -> None:
         """Start a short timer for the rest of an unread body."""
         super().on_response_complete()
-        self._follow()
+        self._update_phase()
 
     def pause_writing(self) -> None:
         """Start the timer of an unread answer."""
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self._unread_s, self._end)
+        self._unread_timer = self.loop.call_later(self._unread_s, self._abort)
 
     def resume_writing(self) -> None:
         """Stop the timer of an unread answer."""
@@ -114,37 +114,37 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
-        self._enter("done")
+        self._start_phase("done")
         super().connection_lost(exc)
 
-    def _follow(self) -> None:
+    def _update_phase(self) -> None:
         """Enter the phase that uvicorn has reached."""
         if self._phase == "done" or (self._phase == "header" and self.cycle is self._last_cycle):
             return
         self._last_cycle = self.cycle
         needs_more = self.conn.their_state is SEND_BODY
         if self.cycle.response_complete:
-            self._enter("linger" if needs_more else "idle")
+            self._start_phase("linger" if needs_more else "idle")
         else:
-            self._enter("body" if needs_more else "answer")
+            self._start_phase("body" if needs_more else "answer")
 
-    def _enter(self, phase: str) -> None:
+    def _start_phase(self, phase: str) -> None:
         if phase == self._phase:
             return
         self._phase = phase
         if phase in ("header", "idle"):
-            self._guard.add_silent(self, self._end)
+            self._guard.add_silent(self, self._abort)
         else:
             self._guard.remove_silent(self)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._times[phase], self._end) if phase in self._times else None
+        self._timer = self.loop.call_later(self._times[phase], self._abort) if phase in self._times else None
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         self.transport.abort()
 
 
-class _OncePerReason(logging.Filter):
+class _RepeatedWarningFilter(logging.Filter):
     """Filter of uvicorn's log: a client may cause the same warning any number of times."""
 
     def __init__(self, guard: ConnectionGuard) -> None:

@@ -87,7 +87,7 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
         else:
             continue
         for mount in mounts:
-            # In a container the path may be the host's; then the mount itself is the group.
+            # In a container the path may be the host's. Then the mount itself is the group.
             folder = mount / path.lstrip("/")
             folders = [folder, *folder.parents]
             for group in folders[: folders.index(mount) + 1]:

@@ -28,7 +28,7 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
-    """Check early that a file can be written; nothing is created.
+    """Check early that a file can be written. Nothing is created.
 
     Raises:
         ConfigError: the suffix is not allowed, the folder does not exist, or the path is not writable.

@@ -53,7 +53,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Install a handler for the stop signals and return the previous handlers; an ignored SIGHUP (nohup) stays so.
+    """Install a handler for the stop signals and return the previous handlers. An ignored SIGHUP (nohup) stays so.
 
     Only the main thread receives signals: in another thread, nothing is installed.
     """
@@ -68,7 +68,7 @@ def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None
     """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
-        parent_pid: the parent's process id; if the parent has died already, the signal is raised immediately.
+        parent_pid: the parent's process id. If the parent has died already, the signal is raised immediately.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
@@ -145,7 +145,7 @@ def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
     """Call a function with a timeout: return its result, or raise its error.
 
     The call runs in a separate thread, and must release the GIL while it waits. A client of torch's store whose peer
-    never answers waits in C++ without a limit, and a thread that waits there runs no signal handler; the calling thread
+    never answers waits in C++ without a limit, and a thread that waits there runs no signal handler. The calling thread
     does. A call that timed out keeps waiting in its daemon thread, which does not delay the end of the process.
 
     Raises:

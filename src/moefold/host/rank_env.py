@@ -28,7 +28,7 @@ class _ProcessManager:
     world_size: str
     local_world_size: tuple[str, ...]
     job: tuple[str, ...]
-    """Names of the job's id; the port is derived from it."""
+    """Names of the job's id. The port is derived from it."""
 
 
 _OPEN_MPI = _ProcessManager(
@@ -79,7 +79,7 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
     """Read the rank environment of a launcher, or return None if the user started this process.
 
     torchrun sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` sets SLURM_PROCID,
-    SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port
+    SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS. The first node of the job is the master, on a port
     derived from the job id. Open MPI, Flux and the PMI of MPICH, Intel MPI and PALS set only ranks: on several machines
     the user sets MASTER_ADDR. SkyPilot starts one process for each node, which is a rank where nodes have at most one
     GPU. Under mpiexec or Flux inside a SLURM step, the ranks of mpiexec or Flux count.

@@ -39,7 +39,7 @@ class RunningClock:
         return now_s - self._stopped_s
 
     def start(self) -> None:
-        """Start the thread; the calling thread is the thread that computes."""
+        """Start the thread. The calling thread is the thread that computes."""
         self._computing_thread = threading.get_native_id()
         self._ended.clear()
         self.beat()
@@ -51,7 +51,7 @@ class RunningClock:
         with self._lock:
             self._beat_s = None
 
-    def take_stopped_s(self) -> float:
+    def pop_stopped_s(self) -> float:
         """Return the seconds that the process was stopped, or the machine suspended, since the last call."""
         self()
         with self._lock:

@@ -52,7 +52,7 @@ from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.message_text import Problem, Setting, spelled_as
 from moefold.ops.kernel_support import check_kernel_device
-from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.rl import check_fetching_ranks
 
 MAX_GENERATED_AT_ONCE = 64
 """Prompts that a data-parallel rank continues at once."""
@@ -158,7 +158,7 @@ Notify = Callable[[str], None]
 def prepare_evaluation(
     request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
 ) -> EvalJob:
-    """Check an evaluation before any rank starts; a default sequence length is notified.
+    """Check an evaluation before any rank starts. A default sequence length is notified.
 
     Raises:
         ConfigError: the model, the data, an option or the mapping cannot work, or the memory is too small.

@@ -104,7 +104,7 @@ class MoefoldLM(TemplateLM):
         """Return the token ids of a text, with the tokenizer's declared first and last tokens, like HFLM.
 
         Args:
-            string: the text; if it begins with the text of `prefix_token_id`, no tokens are added.
+            string: the text. If it begins with the text of `prefix_token_id`, no tokens are added.
             add_special_tokens: whether to add them; None if the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer

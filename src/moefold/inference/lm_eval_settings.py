@@ -53,7 +53,7 @@ class LmSettings:
     ignore_key: str = ""
     """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
     part: str = ""
-    """Parts of the model's training in files, FILE.py:CLASS, with + between them; the files are imported."""
+    """Parts of the model's training in files, FILE.py:CLASS, with + between them. The files are imported."""
     want: str = ""
     """Reward that --apply_chat_template writes into prompts instead of align.method.want, or "none"."""
 
@@ -141,7 +141,7 @@ def applies_chat_template(argv: Sequence[str]) -> bool:
 
 
 def _parse_options(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (option, value) pairs of a command line; values of one-letter options may be attached (-b4)."""
+    """Return (option, value) pairs of a command line. Values of one-letter options may be attached (-b4)."""
     pairs: list[tuple[str, str]] = []
     option = ""
     for argument in argv:

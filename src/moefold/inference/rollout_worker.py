@@ -87,7 +87,7 @@ class RolloutSummary:
             self._num_truncated += sum(rollout.is_truncated for rollout in group.rollouts)
 
     def record(self) -> dict[str, object]:
-        """Return the summary as JSON values; a rollout is right if its reward is at least 1."""
+        """Return the summary as JSON values. A rollout is right if its reward is at least 1."""
         scores_PG = np.stack(self._scores)
         scored = scores_PG[~np.isnan(scores_PG)]
         right_P = (scores_PG >= 1).sum(1)
@@ -108,7 +108,7 @@ class RolloutSummary:
 def pass_at_k(right_P: np.ndarray, samples: int, k: int) -> float:
     """Return the mean probability that k of a prompt's samples include a right one (arXiv:2107.03374 sec. 2.1).
 
-    right_P counts the right samples of each prompt, [P]; the k samples are drawn without replacement.
+    right_P counts the right samples of each prompt, [P]. The k samples are drawn without replacement.
     """
     wrong_P = samples - right_P
     missed_P = np.ones(len(right_P))

@@ -47,7 +47,7 @@ class CollectedRollouts:
     """Groups in the order of the prompts."""
     failures: list[FailedReward]
     rollout_s: float
-    """Seconds of sampling on the slowest rank; the job's rate is the number of all groups divided by it."""
+    """Seconds of sampling on the slowest rank. The job's rate is the number of all groups divided by it."""
     reward_s: float
     """Additional seconds until all ranks had the rewards."""
     shards: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class RolloutCollector:
         recorder.set_phase("computing rewards")
         scored = None
         if self._is_scoring:
-            scored = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
+            scored = self._score(prompts, rollouts, group_size, adjust), self._reward.pop_failures()
         gathered = current_world().all_gather_object((self._shard.rank, scored, own_s))
         rollout_s = max(seconds for _, _, seconds in gathered)
         reward_s = max(0.0, self._clock() - started_s - rollout_s)

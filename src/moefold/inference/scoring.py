@@ -60,7 +60,7 @@ class GenerateRequest:
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     """Score sequences in one batch on each data-parallel rank, without cp. Collective; returned on all ranks.
 
-    Sequences have at least two tokens; all tokens except the first can be scored.
+    Sequences have at least two tokens. All tokens except the first can be scored.
     """
     model = loaded.model
     device = loaded.groups.device
@@ -100,7 +100,7 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
 
 
 class ServedModel:
-    """Model controlled by rank 0, which broadcasts requests; the other ranks execute them in `serve`.
+    """Model controlled by rank 0, which broadcasts requests. The other ranks execute them in `serve`.
 
     This allows rank 0 to run a single-process program on a sharded model.
     """

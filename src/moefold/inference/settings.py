@@ -32,7 +32,7 @@ from moefold.topology.layout import DEGREES
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config
 from moefold.validate.parallel import DegreeProblem
-from moefold.validate.rollout_experts import fetch_violations
+from moefold.validate.rl import fetch_violations
 
 Purpose = Literal["evaluate", "generate"]
 

@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
-    """Find the model at a path and read its metadata; no tensors are read.
+    """Find the model at a path and read its metadata. No tensors are read.
 
     Args:
         name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, for its newest complete checkpoint;
@@ -130,7 +130,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     """Return the checkpoint source with the text settings of the Hugging Face folder that it was imported from.
 
     Imported and upcycled weights without further training use all settings of that folder. A trained checkpoint uses
-    the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
+    the tokenizer of its recipe. If that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
     if folder is not None and (folder / CONFIG_FILE).is_file():

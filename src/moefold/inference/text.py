@@ -84,7 +84,7 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
 
 
 def encode_prompts(source: ModelSource, tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Tokenise each prompt; an empty prompt becomes the document separator, or is refused if there is none."""
+    """Tokenise each prompt. An empty prompt becomes the document separator, or is refused if there is none."""
     start = () if tokenizer.separator_id is None else (tokenizer.separator_id,)
     encoded = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
     if not all(encoded):
@@ -236,7 +236,7 @@ _CHECK_BATCH_TOKENS = 2**24
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Token ids split into sequences of length S; the shorter tail is used only if `keeps_tail`."""
+    """Token ids split into sequences of length S. The shorter tail is used only if `keeps_tail`."""
 
     ids: np.ndarray | ShardReader
     """Token ids of any integer type, [tokens]; may be a file."""
@@ -255,7 +255,7 @@ class TokenDataset:
 
     @property
     def num_sequences(self) -> int:
-        """Number of evaluated sequences; a tail of one token has no target."""
+        """Number of evaluated sequences. A tail of one token has no target."""
         return self.num_full_sequences + (self.keeps_tail and self.tail > 1)
 
     @property

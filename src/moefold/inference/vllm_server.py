@@ -44,7 +44,7 @@ MAX_SHOWN = 300
 
 
 class VllmError(RunError):
-    """The server cannot be reached, or its answer is not from vLLM; the message has the way out."""
+    """The server cannot be reached, or its answer is not from vLLM. The message has the way out."""
 
 
 def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: bool) -> str:
@@ -116,12 +116,13 @@ class VllmClient:
         if not isinstance(longest, int) or longest < max_tokens:
             raise VllmError(
                 f"rollout.url={self.url!r} has max_model_len={longest!r}, and the longest prompt with "
-                f"rollout.max_tokens has {max_tokens} tokens; {self._longer()}, or lower rollout.max_tokens"
+                f"rollout.max_tokens has {max_tokens} tokens; {self._longer_context_advice()}, or lower "
+                "rollout.max_tokens"
             )
         info = self._call("/server_info?config_format=json")
         config = info.get("vllm_config")
         if not isinstance(config, dict):
-            raise self._strange("/server_info", info)
+            raise self._unexpected_answer("/server_info", info)
         self._check_dtype(_at(config, "model_config", "dtype"))
         mode = _at(config, "model_config", "logprobs_mode")
         if mode != LOGPROBS_MODE:
@@ -152,7 +153,7 @@ class VllmClient:
             f"would differ by more than rounding; start it by: {self._command()}{alternative}"
         )
 
-    def _longer(self) -> str:
+    def _longer_context_advice(self) -> str:
         """Return the advice to start the server with space for the longest rollout."""
         positions = _positions(self.folder)
         if positions is not None and positions < self.max_tokens - 1:
@@ -174,7 +175,7 @@ class VllmClient:
             )
         answer = self._call("/update_weight_version", {"new_version": version})
         if answer.get("new_version") != version:
-            raise self._strange("/update_weight_version", answer)
+            raise self._unexpected_answer("/update_weight_version", answer)
 
     def complete(
         self, request: SampleRequest, sampling: SamplingParams, version: str | None, deadline_s: float
@@ -194,7 +195,7 @@ class VllmClient:
         """
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
-            raise self._slow()
+            raise self._timeout_error()
         path = "/inference/v1/generate"
         answer = self._call(path, generate_body(request, sampling), remaining_s)
         try:
@@ -203,7 +204,7 @@ class VllmClient:
             versions = {span["version"] for span in choice["weight_versions"]}
             experts = _parse_experts(choice["routed_experts"]) if self.returns_experts else None
         except (KeyError, TypeError, ValueError, IndexError, Base64Error):
-            raise self._strange(path, answer) from None
+            raise self._unexpected_answer(path, answer) from None
         if version is not None and versions != {version}:
             raise VllmError(
                 f"rollout.url={self.url!r} sampled with weights {sorted(versions)}, not with {version!r}; give the run "
@@ -220,7 +221,7 @@ class VllmClient:
         answer = self._call("/v1/models")
         models = answer.get("data")
         if not (isinstance(models, list) and models and isinstance(models[0], dict)):
-            raise self._strange("/v1/models", answer)
+            raise self._unexpected_answer("/v1/models", answer)
         return models[0]
 
     def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 0.0) -> dict[str, Any]:
@@ -242,18 +243,18 @@ class VllmClient:
                 f"rollout.url={self.url!r}{path}: HTTP {error.code}: {text}; see the server's log"
             ) from None
         except TimeoutError:
-            raise self._slow() from None
+            raise self._timeout_error() from None
         except (URLError, OSError, HTTPException) as error:
             if isinstance(error, URLError) and isinstance(error.reason, TimeoutError):
-                raise self._slow() from None
+                raise self._timeout_error() from None
             reason = error.reason if isinstance(error, URLError) else error
             raise VllmError(
                 f"rollout.url={self.url!r} cannot be reached ({reason}); start the server by: {self._command()}"
             ) from None
         except ValueError:
-            raise self._strange(path, "no JSON") from None
+            raise self._unexpected_answer(path, "no JSON") from None
         if not isinstance(content, dict):
-            raise self._strange(path, content)
+            raise self._unexpected_answer(path, content)
         return content
 
     def _command(self) -> str:
@@ -261,13 +262,13 @@ class VllmClient:
             self.folder, dtype=self.dtype, max_tokens=self.max_tokens, returns_experts=self.returns_experts
         )
 
-    def _slow(self) -> VllmError:
+    def _timeout_error(self) -> VllmError:
         return VllmError(
             f"rollout.url={self.url!r} has not answered within rollout.timeout_s={self.timeout_s:g} s; raise it (and "
             "faults.timeout_s), or sample fewer tokens a round"
         )
 
-    def _strange(self, path: str, answer: object) -> VllmError:
+    def _unexpected_answer(self, path: str, answer: object) -> VllmError:
         return VllmError(
             f"rollout.url={self.url!r}{path} answers otherwise than vLLM 0.32.0: {str(answer)[:MAX_SHOWN]}; name a "
             "vLLM server of this interface"

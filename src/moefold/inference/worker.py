@@ -39,7 +39,7 @@ class Generation:
 
 
 def evaluate_on_rank(job: EvalJob, rank_env: RankEnv, device_type: str) -> Evaluation:
-    """Join the job and evaluate; the result is the same on every rank."""
+    """Join the job and evaluate. The result is the same on every rank."""
     with joined_job(rank_env, device_type, eval_oom_hint()) as device:
         return _evaluate(job, device)
 
@@ -84,7 +84,7 @@ def _print_evaluation(result: Evaluation, dataset: TokenDataset, *, as_json: boo
 
 
 def generate_on_rank(job: GenerateJob, rank_env: RankEnv, device_type: str) -> list[Generation]:
-    """Join the job and generate; the result is the same on every rank."""
+    """Join the job and generate. The result is the same on every rank."""
     with joined_job(rank_env, device_type, generate_oom_hint()) as device:
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         return _finished_texts(job, _generate(job, device, tokenizer, lambda _, token: None), tokenizer)
@@ -117,7 +117,7 @@ def _generate(
     on_token: TokenCallback,
     output: "_StreamedOutput | None" = None,
 ) -> list[Completion]:
-    """Load the model and continue the prompts; the output begins after loading.
+    """Load the model and continue the prompts. The output begins after loading.
 
     Each data-parallel rank continues its share of the prompts; all ranks return all completions.
     """
@@ -138,7 +138,7 @@ def _generate(
 class _StreamedOutput:
     """Output of a single continuation while it is generated, after its prompt if that is echoed.
 
-    If the reader ends (`| head`), the program ends with one rank; with more, the remaining text is discarded, because
+    If the reader ends (`| head`), the program ends with one rank. With more, the remaining text is discarded, because
     the other ranks wait for this rank.
     """
 
@@ -158,7 +158,7 @@ class _StreamedOutput:
             self._print(f"user: {prompt}\nassistant: " if self._job.is_chat else prompt)
 
     def push(self, token: int) -> None:
-        """Add a token and print the text that is now final; an end-of-text token has no text."""
+        """Add a token and print the text that is now final. An end-of-text token has no text."""
         if token in self._job.requests[0].eos_ids:
             return
         self._print(self._stop_filter.push(self._stream.push(token)))

@@ -56,7 +56,7 @@ def oom_reason(error: BaseException | None) -> str:
     """Return the first sentence of an out-of-memory error, or "" for any other error.
 
     Args:
-        error: an exception; the chain of its `__cause__` is searched too.
+        error: an exception. The chain of its `__cause__` is searched too.
     """
     while error is not None:
         if _is_oom_error(error):
@@ -104,7 +104,7 @@ class SingleReporter:
 
     The flock selects the rank, and one byte in the file marks the message as printed. A later rank therefore prints
     nothing, even if the store and the printing rank are gone, and if a rank dies with the lock before printing, the
-    next rank takes over. Under our own launcher the file is the last record file; under other launchers it is an
+    next rank takes over. Under our own launcher the file is the last record file. Under other launchers it is an
     anonymous memfd of the lowest rank of the machine, which all of its ranks hold open.
     """
 
@@ -131,7 +131,7 @@ class SingleReporter:
             self._opened.append(self._lock)
 
     def close(self) -> None:
-        """Close the files; the reporter then prints without asking other ranks."""
+        """Close the files. The reporter then prints without asking other ranks."""
         self._lock = None
         for lock in self._opened:
             lock.close()

@@ -70,10 +70,10 @@ class ProgramRanks:
             cuda_index=_cuda_index(local_rank),
         )
 
-    def agree(self, call: Callable[[], Result]) -> Result:
+    def run_on_all_ranks(self, call: Callable[[], Result]) -> Result:
         """Return the result of a call on this rank, or raise an error on all ranks. Collective.
 
-        A rank whose call failed raises its own exception; the others raise the exception of the first such rank.
+        A rank whose call failed raises its own exception. The others raise the exception of the first such rank.
 
         Args:
             call: a function that does not communicate.
@@ -97,7 +97,7 @@ class ProgramRanks:
                 raise kind(f"rank {rank}: {text}")
         return result[0]
 
-    def first(self, value: Result) -> Result:
+    def value_of_rank0(self, value: Result) -> Result:
         """Return the value of rank 0. Collective."""
         result: Result = self._world.all_gather_object(value)[0]
         return result
@@ -188,7 +188,7 @@ def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables of the functions on the traceback of an exception.
 
     They hold the process groups of the run. gloo closes the connections of a group when the group is freed, not when it
-    is destroyed: the other ranks would wait for this rank until `faults.timeout_s`.
+    is destroyed. The other ranks would wait for this rank until `faults.timeout_s`.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -233,7 +233,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     mem_gib = _parse_mem_gib(request.mem)
     request = replace(request, exclusive=request.exclusive is not False)
     if request.scheduler == "slurm" and request.exclusive and not request.mem:
-        # SLURM reads 0 as all memory of the node; its default is a share for each core.
+        # SLURM reads 0 as all memory of the node. Its default is a share for each core.
         request = replace(request, mem="0")
     job = _Job(
         **vars(request),

@@ -253,7 +253,7 @@ class SignalForwarder:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def explains(self, exitcode: int) -> bool:
+    def explains_exit_code(self, exitcode: int) -> bool:
         """Return whether the forwarded signals explain a child's exit code (negative: ended by a signal)."""
         expected = {SIGNAL_STATUS + number for number in self.received} | {-number for number in self.received}
         if self.got_second_interrupt:

@@ -40,7 +40,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     """Run all sites, wait for them, and return the exit status: the largest one, or a signal's.
 
     Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the other sites are
-    ended too if they are too few for a round; their statuses do not count.
+    ended too if they are too few for a round. Their statuses do not count.
     """
     listener = listen(HOST, 0)
     secret = secrets.token_hex(32)

@@ -1,6 +1,6 @@
 """Server of `moefold meet`: signed JSON lines over TCP.
 
-A connection begins with one line of each side that holds a random number; all later lines are signed, see
+A connection begins with one line of each side that holds a random number. All later lines are signed, see
 `signed_lines`. The other side asks, the server answers.
 """
 

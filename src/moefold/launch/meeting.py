@@ -97,7 +97,7 @@ class Meeting:
         return {"wait": True}
 
     def _assign_joining_site(self, index: int, senders: Sequence[int]) -> Message:
-        """Return the order to send the state to the first joining site after a round; one of `senders` sends it."""
+        """Return the order to send the state to the first joining site after a round. One of `senders` sends it."""
         joining = [
             number
             for number in self.sites.living

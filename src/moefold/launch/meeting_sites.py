@@ -31,7 +31,7 @@ class Site:
     connection: int | None
     last_word_s: float
     is_joining: bool = False
-    """True if the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
+    """True if the site lacks rounds and waits for the state of another site. Rounds do not wait for it."""
 
     @property
     def is_paired(self) -> bool:
@@ -141,7 +141,7 @@ class SiteList:
     def missed(self, number: int) -> Message | None:
         """Return the answer to a site that lacks rounds which other sites have applied, or None if it lacks none.
 
-        Sites in pairs have different weights; such a site takes part in the next round if it lacks a single one.
+        Sites in pairs have different weights. Such a site takes part in the next round if it lacks a single one.
         """
         site = self._sites[number]
         if site.is_paired:

@@ -56,7 +56,7 @@ class WorkerPool:
     def __init__(
         self, preload: Sequence[str] = (), *, init_group: Callable[..., None] = _init_gloo, forks: bool = True
     ) -> None:
-        """Create a pool; ranks are started by `run`.
+        """Create a pool. Ranks are started by `run`.
 
         Args:
             preload: modules that the fork server imports once, so that no rank has to; missing ones are ignored.
@@ -94,7 +94,7 @@ class WorkerPool:
         """Call `function(*args)` on every rank of a new process group.
 
         Args:
-            function: function importable by name, with a picklable result; torch.distributed gives it its rank.
+            function: function importable by name, with a picklable result. Torch.distributed gives it its rank.
             args: picklable arguments, equal on every rank.
             timeout_s: seconds until the ranks count as hung.
             on_progress: called with progress messages of rank 0, which `function` sends through its last argument.
@@ -162,7 +162,7 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
     """Return the results in rank order; after a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
 
     Raises:
-        WorkerError: a rank raised, died or hung; its cause is the first error whose text is a message to the user.
+        WorkerError: a rank raised, died or hung. Its cause is the first error whose text is a message to the user.
     """
     results: dict[int, Any] = {}
     failures: dict[int, tuple[str, Exception | None]] = {}
@@ -232,7 +232,7 @@ def _worker_main(
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        from moefold.config.part_faults import failure_of_part
+        from moefold.config.part_failures import failure_of_part
 
         reported = failure_of_part(error) or error
         result = (False, (traceback.format_exc(), reported if type(reported) in (ConfigError, RunError) else None))

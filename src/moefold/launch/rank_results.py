@@ -33,7 +33,7 @@ def collect_from_ranks(
     *,
     regroups: bool = False,
 ) -> Result:
-    """Run a function on all ranks; this process is the rank in a job of one rank or under a launcher.
+    """Run a function on all ranks. This process is the rank in a job of one rank or under a launcher.
 
     Args:
         function: called on each rank; must be picklable with several GPU ranks, which are spawned.
@@ -42,7 +42,7 @@ def collect_from_ranks(
         The function's result on this rank, or on the first started rank that is not lost.
 
     Raises:
-        RunError: a rank that was started has failed; its message is on stderr.
+        RunError: a rank that was started has failed. Its message is on stderr.
     """
     if rank_env is not None:
         return function(rank_env, device_type)

@@ -193,7 +193,7 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
         return EXIT_USER_ERROR
     if forwarder.got_second_interrupt:
         raise KeyboardInterrupt
-    if forwarder.explains(result.exitcode):
+    if forwarder.explains_exit_code(result.exitcode):
         if forwarder.received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         return SIGNAL_STATUS + forwarder.received[0]

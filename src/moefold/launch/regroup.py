@@ -6,10 +6,10 @@ one of its members is lost. Each survivor then frees its process groups, which c
 survivors wait on, and reports its arrival at the next generation. Once every rank of the old generation has arrived or
 is lost, the first survivor that sees it publishes the next generation, and all survivors accept it.
 
-A process counts as lost in three cases: it is gone without an exit status (the launcher and the ranks of its machine
-see that), a collective has failed and it reports nothing any more (it and the others of its machine are gone), or it
-does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as
-it does without regrouping.
+A process counts as lost in three cases. It is gone without an exit status, which the launcher and the ranks of its
+machine see. Or a collective has failed, and it reports nothing any more, like the other processes of its machine. Or it
+does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as it
+does without regrouping.
 
 Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, `generation/N` is
 written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
@@ -65,7 +65,7 @@ class RankMembership:
     number: int
     """0 for the ranks that were started."""
     members: tuple[int, ...]
-    """Job ranks that train, ascending; member i has rank i."""
+    """Job ranks that train, ascending. Member i has rank i."""
     spares: tuple[int, ...] = ()
     """Job ranks that wait, as the recipe does not fit a number of ranks with them."""
     lost: tuple[int, ...] = ()
@@ -194,7 +194,7 @@ class Regroup:
         """Return the job ranks that are lost so far."""
         return lost_ranks(self._base)
 
-    def how_it_ended(self, rank: int) -> str:
+    def exit_description(self, rank: int) -> str:
         """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
         key = f"how/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -203,7 +203,7 @@ class Regroup:
         """Return whether a member of the current generation is lost."""
         return not self.lost().isdisjoint(self.current.members)
 
-    def next(self, facts: Any, choose: ChooseMembers) -> RankMembership:
+    def agree_on_next(self, facts: Any, choose: ChooseMembers) -> RankMembership:
         """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
@@ -240,7 +240,7 @@ class Regroup:
             )
         return self.current
 
-    def await_change(self) -> int | None:
+    def wait_as_spare(self) -> int | None:
         """Wait as a spare. Return the exit status once the training has ended, or None once a member is lost.
 
         Raises:

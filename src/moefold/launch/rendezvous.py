@@ -256,8 +256,8 @@ class _MissingRanksError(Exception):
 class _StartBarrier:
     """Barrier over the processes of one start of the job that ignores stale keys of earlier starts in the same store.
 
-    Every process draws a unique id. Rank 0 publishes its id as the session name, the other ranks answer the session
-    name that they read with their own ids, and rank 0 releases exactly the ids that answered. Restart counters of the
+    Every process draws a unique id. Rank 0 publishes its id as the session name. The other ranks answer the session
+    name that they read with their own ids. Rank 0 releases exactly the ids that answered. Restart counters of the
     launcher are not used: elastic agents may disagree on them when nodes join or leave.
     """
 

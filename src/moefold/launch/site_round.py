@@ -14,7 +14,7 @@ from moefold.launch.signed_lines import Message
 GRACE_ROUNDS = 16
 """Number of past rounds for the estimate of the grace time."""
 MIN_GRACE_ROUNDS = 8
-"""Minimum number of past rounds for an estimate; with fewer, a round waits for late sites up to sites.timeout_s."""
+"""Minimum number of past rounds for an estimate. With fewer, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
 PAIRS_SETTING = "sites.topology"
 """Name of the setting whose value "pairs" lets the meeting point, also an older one, divide members into pairs."""
@@ -30,7 +30,7 @@ class RoundRequest:
     digest: int
     timeout_s: float
     is_last: bool
-    """True if no step follows the round; then no state is given after it."""
+    """True if no step follows the round. Then no state is given after it."""
     merges: bool
     """True if all sites take the mean of their weights, under every topology."""
 
@@ -74,7 +74,7 @@ class MeetingRound:
 
 
 def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return random pairs of the members of a round; one member is left if their number is odd.
+    """Return random pairs of the members of a round. One member is left if their number is odd.
 
     The permutation depends on the arguments only, so that a run can be repeated.
     """
@@ -87,8 +87,8 @@ def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
     """Return how long a round waits for late sites after the first site, or None if too few rounds are known.
 
     Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
-    loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds
-    divided by the number of sites, and at least `MIN_GRACE_S`.
+    loses its work of a round, and a wait for it delays the others. So the estimate is at least the time between two
+    rounds divided by the number of sites, and at least `MIN_GRACE_S`.
     """
     closed = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
     if len(closed) < MIN_GRACE_ROUNDS:

@@ -1,7 +1,7 @@
 """Store reporter: thread that reports the state of a rank to the job's store, and diagnoses a hang over all ranks.
 
-Its report of every second has the flight-recorder snapshot of the rank and the states of the processes of its machine,
-so that the ranks of the same machine notice a rank that died.
+Every second it reports the flight-recorder snapshot of the rank and the states of the processes of its machine. So the
+ranks of the same machine notice a rank that died.
 """
 
 import json
@@ -195,7 +195,7 @@ class StoreReporter(threading.Thread):
             self._answer_and_exit()
         if not self.peers_known.is_set():
             self._discover_local_peers()
-        self._credit_awaited_rank()
+        self._note_progress_of_awaited_rank()
         if self._regroups:
             self._record_losses()
         elif lost_ranks := self.lost_peers():
@@ -283,7 +283,7 @@ class StoreReporter(threading.Thread):
             self.exit_failed()
         self._diagnose_and_exit(f"{format_ranks(lost_ranks)} can no longer take part", is_lost_peer=False)
 
-    def _credit_awaited_rank(self) -> None:
+    def _note_progress_of_awaited_rank(self) -> None:
         """Record progress while the rank that this rank waits for makes progress.
 
         Ranks that train and ranks that sample wait for each other during a round of rollouts or a training step. Times
@@ -297,7 +297,7 @@ class StoreReporter(threading.Thread):
         self._awaited_report_s = report["reported_at_s"]
         idle_s = report["reported_at_s"] - report["snapshot"]["moved_s"]
         if is_new and idle_s < self._flight_recorder.hang_timeout_s / 2:
-            self._flight_recorder.credit_wait()
+            self._flight_recorder.note_awaited_progress()
 
     def _publish_report(self) -> None:
         location, is_communicating = _source_location(self._main_thread_id)
@@ -352,7 +352,7 @@ class StoreReporter(threading.Thread):
         num_unable = sum(state in (GONE, STOPPED) for state in self.local_peer_states().values())
         wait_until(lambda: store.add("answers", 0) + 1 >= self._rank_env.world_size - num_unable, REPORT_WAIT_S)
         reports = self._gather_reports()
-        # A rank that failed by itself has printed its own message; the lost connection is a consequence.
+        # A rank that failed by itself has printed its own message. The lost connection is a consequence.
         if not (
             is_lost_peer and any(report.exit_status in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())
         ):

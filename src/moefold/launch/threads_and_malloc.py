@@ -150,7 +150,7 @@ def return_large_blocks() -> None:
 
     By default glibc raises this threshold to the largest freed block, up to 32 MiB. The buffers of a conversion then
     fragment the heap, which grew by a tenth of the model (docs/log.md#2026-11-20-memory-of-conversions). Affects the
-    whole process; other C libraries are left unchanged.
+    whole process. Other C libraries are left unchanged.
     """
     mallopt = _mallopt()
     if mallopt is not None:

@@ -2,7 +2,7 @@
 
 Each rank runs two threads next to its training thread. The store reporter publishes the flight-recorder snapshot in the
 job's store every second and detects dead ranks of its machine. The watchdog thread monitors the rank's own flight
-recorder; after a timeout without progress it lets the store reporter run the diagnosis over all ranks, and prints a
+recorder. After a timeout without progress it lets the store reporter run the diagnosis over all ranks, and prints a
 local message if the store does not respond.
 """
 
@@ -45,7 +45,7 @@ class Watchdog:
 
     Args:
         timeout_s: the job ends when a rank makes no progress for this long.
-        regroups: a lost rank does not end the job; it is recorded for `launch.regroup`.
+        regroups: a lost rank does not end the job. It is recorded for `launch.regroup`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Watchdog:
         time.sleep(2.5 * self._store.period_s)
         reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line(error)}"
         self._request_diagnosis(reason, is_lost_peer=True)
-        # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
+        # The store may be gone because the rank that hosted it failed with its own message. Then its launcher ends the
         # other ranks, and a rank of the same machine finds the message marked as printed.
         wait_until(
             lambda: self.reporter.was_reported() or self._store.local_peer_states().get(0) == GONE,
@@ -187,7 +187,7 @@ class Watchdog:
     def _awaits_regroup(self) -> bool:
         """Return whether this rank has time to regroup after a loss, which another rank may have recorded.
 
-        The survivors get errors from a loss on; a second timeout in the same generation without a new loss ends the
+        The survivors get errors from a loss on. A second timeout in the same generation without a new loss ends the
         job.
         """
         silent = self._store.drop_silent_ranks()

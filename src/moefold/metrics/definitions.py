@@ -62,7 +62,7 @@ MISREAD = (
     "memory_gib: the peak since the process started, not the peak of the step",
     "checkpointing blocked training for X s: of this process, not of the whole run",
 )
-"""Definitions that differ from what a reader may expect; the page and the help of `moefold inspect` begin with them."""
+"""Definitions that differ from what a reader may expect. The page and the help of `moefold inspect` begin with them."""
 
 STEP = _metrics(
     (
@@ -462,7 +462,7 @@ class LineColumn:
 
 
 def _on_pairs(values: Mapping[str, Any], is_gpu: bool) -> bool:
-    """Return whether the loss compares completions; a loss of a program may also have one of the metrics."""
+    """Return whether the loss compares completions. A loss of a program may also have one of the metrics."""
     return (values["loss_metrics"] or {}).keys() >= {"accuracy", "margin"}
 
 
@@ -630,7 +630,7 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
     return sorted(charts)
 
 
-def _or_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
+def _propagating_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
     """Return max or min, or NaN if a value is NaN: with max and min alone, the result depends on the order."""
     return lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)
 
@@ -640,7 +640,7 @@ def _mean(values: list[float]) -> float:
 
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "": itemgetter(0), "sum": sum, "mean": _mean, "max": _or_nan(max), "min": _or_nan(min)
+    "": itemgetter(0), "sum": sum, "mean": _mean, "max": _propagating_nan(max), "min": _propagating_nan(min)
 }  # fmt: skip
 
 
@@ -676,7 +676,7 @@ def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str,
     """Return the result of a callback's `measure` as Python numbers; refuse values without a definition.
 
     Args:
-        values: values of this rank by name; a number may be a tensor or an array of one element.
+        values: values of this rank by name. A number may be a tensor or an array of one element.
         callback: name of its class, for messages.
     """
     if not isinstance(values, Mapping):

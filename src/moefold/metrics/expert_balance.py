@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_COUNTS = 1 << 24
 """Limit of the counts of one step: 1,000 layers with 16,384 experts."""
 MAX_LOADS = 1 << 27
-"""Limit of steps * layers: 2 million steps of 61 layers; the loads take 8 bytes each in memory."""
+"""Limit of steps * layers: 2 million steps of 61 layers. The loads take 8 bytes each in memory."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -115,7 +115,7 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
 
 
 def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
-    """Remove the records after `last_step` and a truncated record; an invalid file is unchanged."""
+    """Remove the records after `last_step` and a truncated record. An invalid file is unchanged."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return
@@ -390,7 +390,7 @@ def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array, Array, Array]:
-    """Return (steps, dropped, entropy) of metrics.jsonl; a record without layers has one drop rate for all layers."""
+    """Return (steps, dropped, entropy) of metrics.jsonl. A record without layers has one drop rate for all layers."""
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     dropped, entropy = np.full((2, len(records), num_layers), np.nan)
     for i, record in enumerate(records):

@@ -85,14 +85,14 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tensors:
             self._allocation(tensor, is_counted=False)
 
-    def tag_survivors(self, name: str) -> None:
+    def tag_remaining(self, name: str) -> None:
         """Assign the live, untagged allocations of the backward pass to a part."""
         for block in self._live_allocations():
             if block.phase == "backward" and block.part == UNTAGGED and not block.is_tagged:
                 block.part = name
                 block.is_tagged = True
 
-    def retag(self, old: str, new: str) -> None:
+    def move_tag(self, old: str, new: str) -> None:
         """Move the live, tagged allocations of one part to another."""
         for block in self._live_allocations():
             if block.is_tagged and block.part == old:

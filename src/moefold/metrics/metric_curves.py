@@ -39,7 +39,7 @@ class MetricCurve:
 
 
 def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
-    """Read the curves of a run by the keys of their tables; values of other types are ignored."""
+    """Read the curves of a run by the keys of their tables. Values of other types are ignored."""
     series: dict[str, dict[int, float]] = {path: {} for path, places in SHOWN.items() if places.table}
     for record in read_records(run_dir):
         for path, values in series.items():

@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 SHORT_RUN_STEPS = 100
 """Runs up to this length print a plain line for every step."""
 PLAIN_INTERVAL_S = 5.0
-"""Approximate time between plain lines of a longer run; the interval in steps is fixed."""
+"""Approximate time between plain lines of a longer run. The interval in steps is fixed."""
 TIMED_STEPS = 10
 """Number of first steps; the fastest of them determines the interval, because a run may start slowly."""
 PLAIN_WIDTH = 120
@@ -47,9 +47,9 @@ class Progress:
     Args:
         steps: last step of the run.
         first_step: first step of this process, 1-based; more than 1 after a resume.
-        stream: output stream. A terminal shows a live line, other streams plain lines: every step of a short run; in a
-            long run a step every few seconds, at a fixed interval in steps, and always the first, the last and
-            evaluated steps.
+        stream: output stream. A terminal shows a live line, other streams plain lines. A short run has a line for every
+            step. A long run has a line every few seconds, at a fixed interval in steps, and always for the first, the
+            last and evaluated steps.
         line: formatter of the steps.
         clock: clock for step times and line intervals.
         on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
@@ -95,13 +95,13 @@ class Progress:
             self._display.message(printable(text, MULTILINE_CHARS))
 
     def end(self) -> None:
-        """Show the last step as a permanent line and remove the live line; messages may follow."""
+        """Show the last step as a permanent line and remove the live line. Messages may follow."""
         with self._discard_lost_output():
             self._display.close()
 
     @contextmanager
     def _discard_lost_output(self) -> Iterator[None]:
-        """Redirect the stream to the null device if its reader, terminal or disk is gone; training continues."""
+        """Redirect the stream to the null device if its reader, terminal or disk is gone. Training continues."""
         try:
             yield
         except OSError as error:
@@ -175,7 +175,7 @@ class PlainDisplay:
 class LiveDisplay:
     """Progress display that redraws a bar with the step's numbers at the bottom of a terminal.
 
-    Messages and the steps with an evaluation scroll above it. The bar disappears when the run ends; its last step
+    Messages and the steps with an evaluation scroll above it. The bar disappears when the run ends. Its last step
     stays.
     """
 
@@ -250,12 +250,12 @@ def round_steps(steps: float) -> int:
 class StepLine:
     """Formatter of a step's numbers in columns of fixed width, so that the lines of a run are aligned.
 
-    A column that has appeared stays; it is blank if a step has no value.
+    A column that has appeared stays. It is blank if a step has no value.
 
     Args:
         steps: the last step of the run.
         is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU are not useful and not shown.
-        evaluates: whether the run evaluates; the column is then shown from the first line on.
+        evaluates: whether the run evaluates. The column is then shown from the first line on.
     """
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:

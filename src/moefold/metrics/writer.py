@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class AuxiliaryOutputs:
-    """Metrics, faults, trackers and plots of a run; training and checkpoints continue if these fail.
+    """Metrics, faults, trackers and plots of a run. Training and checkpoints continue if these fail.
 
     A full disk, a deleted folder or an exception of a tracker must not lose the state of a run. The first failure of an
     output is reported in one line, and the output is not used again until the next start.
@@ -53,7 +53,7 @@ class AuxiliaryOutputs:
         Args:
             name: the output, for the message: a file of the run folder, or a tracker.
             write: must not communicate with other ranks, unless `errors` excludes errors of the communication.
-            errors: the reported failures; other failures are raised.
+            errors: the reported failures. Other failures are raised.
         """
         if name in self._failed:
             return None

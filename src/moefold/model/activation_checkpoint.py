@@ -69,7 +69,7 @@ def checkpoint_resumable(function: Function, on_yield: Callable[[], None]) -> Fu
     """Wrap a function, plain or resumable, like `checkpoint_wrapper`; the recomputation runs to its end.
 
     torch's checkpoint stops at the last saved tensor, which may come before a collective on one rank and after it on
-    another, and its saved-tensor hooks would also catch operations that run between the yields.
+    another. Its saved-tensor hooks would also catch operations that run between the yields.
 
     Args:
         function: its tensors are positional arguments.

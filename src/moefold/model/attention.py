@@ -99,7 +99,7 @@ class AttentionMaskSpec:
         """Return the mask between queries and earlier keys of the same documents, for `attention_block`.
 
         Args:
-            keys: positions of the keys; the last query attends to the last of them.
+            keys: positions of the keys. The last query attends to the last of them.
         """
         if self.in_window(queries[-1] - keys[0]):
             return "all"
@@ -173,7 +173,7 @@ class TokenMixer(nn.Module, ABC):
         """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
-        """Yield further reasons against that kernel and whether each holds; a check may rely on earlier checks."""
+        """Yield further reasons against that kernel and whether each holds. A check may rely on earlier checks."""
         yield from ()
 
     def fused_weights(self, like: Tensor) -> HeadWeights:
@@ -236,7 +236,7 @@ MIN_LONG_DOCUMENT_TOKENS = 256
 
 
 class CoreAttention(Protocol):
-    """Attention over all tokens of the samples; this rank may hold a context shard of them."""
+    """Attention over all tokens of the samples. This rank may hold a context shard of them."""
 
     def __call__(
         self,
@@ -262,8 +262,8 @@ class CoreAttention(Protocol):
         """
 
 
-def takes_narrow_values(device: torch.device) -> bool:
-    """Return whether SDPA has kernels for values with fewer dims than the keys; on a CPU, padding them is faster."""
+def sdpa_supports_narrow_values(device: torch.device) -> bool:
+    """Return whether SDPA has kernels for values with fewer dims than the keys. On a CPU, padding them is faster."""
     return device.type == "cuda"
 
 

@@ -113,7 +113,7 @@ class Block(nn.Module):
             return self._connected(source, self._add_ffn(x, output), selection)
 
     def forward_resumable(self, x: Tensor, inputs: LayerInputs) -> Resumable[LayerOutput]:
-        """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
+        """Compute `forward`, yielding at each MoE all-to-all. No hook may be registered on the MoE layer."""
         source = x
         selection = self._selection_with_loss(inputs.selection)
         x = self._attend(self._detached(x), inputs.rope, inputs.documents, selection)
@@ -121,7 +121,7 @@ class Block(nn.Module):
             if not isinstance(self.ffn, MoELayer):
                 return self._connected(source, self._add_ffn(x, LayerOutput(self.ffn(normed))), selection)
             moe = ResumableTask(self.ffn.forward_resumable(normed, inputs.columns))
-            # `normed` is read up to the first yield only; at each yield another micro-batch may run.
+            # `normed` is read up to the first yield only. At each yield another micro-batch may run.
             moe.resume()
         return self._connected(source, self._add_ffn(x, (yield from moe.remaining())), selection)
 
@@ -144,7 +144,7 @@ class Block(nn.Module):
         return output._replace(y=hidden)
 
     def _add_ffn(self, x: Tensor, output: LayerOutput) -> LayerOutput:
-        """Add the output of the feed-forward network; with a shortcut, the routed part is returned instead."""
+        """Add the output of the feed-forward network. With a shortcut, the routed part is returned instead."""
         if output.routed is None:
             return LayerOutput(self._add(x, output.y, self.ffn_output_norm))
         return LayerOutput(self._add(x, output.y, None), self._scale(output.routed))

@@ -25,14 +25,14 @@ from moefold.ops.documents import AttentionChunks, PackedDocuments
 
 
 @runtime_checkable
-class TakesKernel(Protocol):
+class HasAttentionKernel(Protocol):
     """Core attention that a kernel of the device may compute, where it supports the tensors."""
 
     kernel: Any
 
 
 @runtime_checkable
-class TakesBlockKernel(Protocol):
+class HasBlockKernel(Protocol):
     """Core attention whose blocks a kernel of the device may compute."""
 
     block_kernel: CausalKernel | None

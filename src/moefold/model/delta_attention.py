@@ -20,7 +20,7 @@ class DeltaAttention(LinearAttention):
     """Delta rule with decays: convolution and L2 norm of queries and keys, recurrence, gated norm, output projection.
 
     The log decay of each head, or of each of its key channels, is -exp(a_log) * softplus(a + dt_bias), or with a lower
-    bound l < 0 l * sigmoid(exp(a_log) * (a + dt_bias)); the write strength is sigmoid(wb x). Queries are scaled by
+    bound l < 0 l * sigmoid(exp(a_log) * (a + dt_bias)). The write strength is sigmoid(wb x). Queries are scaled by
     1/sqrt(D). The output of each head is normalised and multiplied by a function of the gate. A subclass computes a and
     the gate, and declares their weights.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
-"""Parameters that `FusedBlock` reads, without the shared expert; a layer with other parameters keeps its modules."""
+"""Parameters that `FusedBlock` reads, without the shared expert. A layer with other parameters keeps its modules."""
 BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
@@ -100,7 +100,7 @@ class FusedBlock:
     kernel does not support stays a module too, and chooses the experts between the two calls of the kernel.
 
     Args:
-        block: a layer that `supports_fused`; its weights must not change as long as this object is used.
+        block: a layer that `supports_fused`. Its weights must not change as long as this object is used.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class FusedBlock:
             return output.y
 
         kind = type(self._ffn).__name__
-        if self._choice.picks_whole(
-            kind, len(x), self._trial(lambda: self._run(x, inputs.rope)), self._trial(run_modules)
+        if self._choice.chooses_fused(
+            kind, len(x), self._dry_run(lambda: self._run(x, inputs.rope)), self._dry_run(run_modules)
         ):
             return self._run(x, inputs.rope)
         return run_modules()
 
-    def _trial(self, run: Callable[[], object]) -> Callable[[], object]:
+    def _dry_run(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return a run whose choices of experts are not recorded; the rows that it caches are written again."""
 
         def trial() -> None:
@@ -175,7 +175,7 @@ class FusedBlock:
         if self._layer is None or not self._chooses:
             return None
         assert isinstance(self._ffn, MoELayer)
-        is_chosen = self._choice is None or self._choice.has_picked_whole(type(self._ffn).__name__, num_rows)
+        is_chosen = self._choice is None or self._choice.has_chosen_fused(type(self._ffn).__name__, num_rows)
         return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
 
     def _build(self, like: Tensor) -> "CDecodeLayer":
@@ -190,7 +190,7 @@ class FusedLayers:
     """Forward pass of all layers of a stage: one call if the kernel computes whole layers, otherwise layer by layer.
 
     Args:
-        blocks: in their order; they share the pass of the decoder.
+        blocks: in their order. They share the pass of the decoder.
     """
 
     def __init__(self, blocks: Sequence[FusedBlock], decode_pass: "CDecodePass", current_pass: CurrentPass) -> None:

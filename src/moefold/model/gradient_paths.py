@@ -3,7 +3,7 @@
 Frozen parts are computed without a graph, and passed by gradients, so that the layers stay connected. In the warm-up of
 indexers (`train.indexer_stage`) only their losses need gradients, and these do not pass through the model. Gradients
 still pass from the last layer to the first, because pipelines and FSDP start the backward pass of a stage or layer when
-they arrive; their values mean nothing.
+they arrive. Their values mean nothing.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
-    """Return `value`; the backward pass gives its gradient to `source`, of the same shape, instead.
+    """Return `value`. The backward pass gives its gradient to `source`, of the same shape, instead.
 
     Without gradients, as in evaluation, `value` is returned unchanged.
     """
@@ -23,14 +23,14 @@ def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
 
 
 def connect_loss(source: Tensor, loss: Tensor) -> Tensor:
-    """Return `loss`, which was computed from `source` without a graph; the backward pass gives zeros to `source`."""
+    """Return `loss`, which was computed from `source` without a graph. The backward pass gives zeros to `source`."""
     if not (torch.is_grad_enabled() and source.requires_grad):
         return loss
     return _ConnectLoss.apply(source, loss)
 
 
 def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """Return `x` unchanged; the backward pass through it adds the gradient of `scale * loss`.
+    """Return `x` unchanged. The backward pass through it adds the gradient of `scale * loss`.
 
     So the loss of any layer is minimised without being passed to the last pipeline stage.
     """

@@ -25,7 +25,7 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class Head(nn.Module):
-    """Final norm and output projection; the weight [V, H] is absent where embeddings are tied.
+    """Final norm and output projection. The weight [V, H] is absent where embeddings are tied.
 
     The bias [V] (`model.head_bias`) is a parameter of the head in any case.
     """

@@ -3,8 +3,8 @@
 The indexer learns only from the KL divergence of its softmax from the attention probabilities: its inputs and its
 target are detached, and a selection has no gradient.
 
-Two stages (`train.indexer_stage`). warmup: attention is dense, all weights except the indexer's are frozen, and the
-indexer learns the attention probabilities over all visible keys. sparse: each query attends to its selected keys, the
+Two stages (`train.indexer_stage`). warmup: attention is dense, and all weights except the indexer's are frozen. The
+indexer learns the attention probabilities over all visible keys. sparse: each query attends to its selected keys. The
 model learns only from the language-model loss, and the indexer only from the attention probabilities over these keys.
 
 A layer without an indexer attends to the keys selected by the nearest earlier layer that has an indexer. That indexer
@@ -111,8 +111,8 @@ class LightningIndexer(nn.Module):
         query, weight, key = self._project_own(x, source)
         if isinstance(rope, Rope):
             rope = replace(rope, is_interleaved=self._is_interleaved)
-            own_rows = self.sequence_parallel.own_rows
-            query = replace(rope, cos=own_rows(rope.cos), sin=own_rows(rope.sin))(query)
+            local_rows = self.sequence_parallel.local_rows
+            query = replace(rope, cos=local_rows(rope.cos), sin=local_rows(rope.sin))(query)
         key = rope(self.sequence_parallel.gather(key).unsqueeze(2)).squeeze(2)
         return IndexTensors(query, weight, self.shards.gather(key))
 
@@ -148,8 +148,8 @@ class LightningIndexer(nn.Module):
 
     def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
         """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
-        own_rows = self.sequence_parallel.own_rows
-        visible_rows = VisibleKeys(own_rows(visible.starts_SB), own_rows(visible.stops_SB))
+        local_rows = self.sequence_parallel.local_rows
+        visible_rows = VisibleKeys(local_rows(visible.starts_SB), local_rows(visible.stops_SB))
         return self.sequence_parallel.gather(select_keys(index, visible_rows, self.top_k))
 
     def attach_selected_loss(
@@ -163,7 +163,7 @@ class LightningIndexer(nn.Module):
         """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
 
         Args:
-            attended: output of attention; its gradient is unchanged.
+            attended: output of attention. Its gradient is unchanged.
             index: projections of this rank's own queries; None where the indexer does not learn.
             selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
             sums_SBK: attention probabilities summed over this rank's heads.
@@ -172,7 +172,7 @@ class LightningIndexer(nn.Module):
         if not self.learns:
             return attended
         assert index is not None
-        own_selected = self.sequence_parallel.own_rows(selected_SBK)
+        own_selected = self.sequence_parallel.local_rows(selected_SBK)
         target = _normalized(self.sequence_parallel.scatter(sums_SBK))
         return self.attach(attended, selected_index_loss(index, own_selected, target, self._weights(index, documents)))
 
@@ -217,7 +217,7 @@ class LightningIndexer(nn.Module):
             with torch.no_grad():
                 sums = attention_sums(query[rows], key, is_visible_BSN, scale, sinks)
                 target = _normalized(self.sequence_parallel.scatter(sums))
-                is_visible_own = self.sequence_parallel.own_rows(is_visible_BSN.transpose(0, 1)).transpose(0, 1)
+                is_visible_own = self.sequence_parallel.local_rows(is_visible_BSN.transpose(0, 1)).transpose(0, 1)
             block = IndexTensors(index.query[start:stop], index.weight[start:stop], index.key)
             losses.append(visible_index_loss(block, is_visible_own, target, weights_SB[start:stop]))
         return torch.stack(losses).sum()
@@ -225,7 +225,7 @@ class LightningIndexer(nn.Module):
     def _weights(self, index: IndexTensors, documents: PackedDocuments | None) -> Tensor:
         """Return the share of each of this rank's own queries in the loss, [S, B]: equal, or 0 for padding."""
         if documents is not None and documents.token_weights is not None:
-            return self.sequence_parallel.own_rows(documents.token_weights.t())
+            return self.sequence_parallel.local_rows(documents.token_weights.t())
         share = self._loss_scale / index.key.shape[:2].numel()
         return torch.full(index.query.shape[:2], share, dtype=torch.float64, device=index.query.device)
 

@@ -29,7 +29,7 @@ class PassRows:
     counts: Sequence[int]
     """Rows of each segment, [segments]."""
     last_positions: Sequence[int]
-    """Position of the last row of each segment, [segments]; the host knows it without a wait for the device."""
+    """Position of the last row of each segment, [segments]. The host knows it without a wait for the device."""
     state_slots_N: Tensor | None = None
     """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None if no layer has states."""
     num_state_slots: int = 0
@@ -104,7 +104,7 @@ class CurrentPass:
         return self.rows
 
     def decode_rows(self, rope: Rope) -> DecodeRows:
-        """Return the rows for `CDecode`; the layers of a pass share one RoPE, and get one object."""
+        """Return the rows for `CDecode`. The layers of a pass share one RoPE, and get one object."""
         rows = self.current
         if self._decode_rows is None or self._decode_rows[0] is not rows:
             self._decode_rows = rows, DecodeRows(rows.slots_R, rows.row_tables, rows.lengths, rope.cos, rope.sin)

@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         linear_backend, wgrad_sink = ctx.args
         grad_MN = grad.flatten(0, -2)
         if isinstance(linear_backend, UnquantizedLinear) and not wgrad_sink.is_delayed:
-            # Upcast once for both GEMMs; a delayed GEMM keeps the gradient in its own precision.
+            # Upcast once for both GEMMs. A delayed GEMM keeps the gradient in its own precision.
             grad_MN = linear_backend.gemm.upcast(grad_MN)
         grad_x = linear_backend.input_gradient(grad_MN, weight).unflatten(0, grad.shape[:-1])
         if not ctx.has_wgrad:

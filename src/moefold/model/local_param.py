@@ -75,7 +75,7 @@ class CastCopy:
     """True if the copy has the values of the parameter; if not, a reader casts the parameter."""
 
     def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `parameter.to(dtype)` without a cast; the gradient of each use is cast before it is added."""
+        """Return `parameter.to(dtype)` without a cast. The gradient of each use is cast before it is added."""
         if self.values is None:
             self.values = parameter.detach().to(dtype)
         assert self.values.dtype == dtype
@@ -96,8 +96,8 @@ class _ReadCopy(torch.autograd.Function):
 class CastCopies:
     """Copies of parameters in the compute dtype, cast once in each step instead of at each use in each pass.
 
-    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed: torch's fused
-    AdamW, for example, does not raise the version of the weights that it writes.
+    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed. For example,
+    torch's fused AdamW does not raise the version of the weights that it writes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -107,7 +107,7 @@ class CastCopies:
 
     @contextmanager
     def fresh(self) -> Iterator[None]:
-        """Refresh the copies in place, and use them inside this context; no parameter may change there."""
+        """Refresh the copies in place, and use them inside this context. No parameter may change there."""
         pairs = [(copy.values, parameter.detach()) for parameter, copy in self._copies if copy.values is not None]
         if pairs:
             copies, parameters = zip(*pairs, strict=True)

@@ -54,7 +54,7 @@ class LowRankAdapters(nn.Module):
         Args:
             y: output of the matrix, [..., N].
             x: its input, [..., K].
-            name: the matrix; without an adapter, y is returned.
+            name: the matrix. Without an adapter, y is returned.
         """
         return y if name not in self else self._add(y, linear(x, self.pair(name, x.dtype)[0]), name)
 
@@ -131,7 +131,7 @@ def product_region(name: str, region: tuple[slice, ...], read: ReadRegion) -> Te
 
     Args:
         region: region of the matrix, [out, in], or of experts, [E, in, out].
-        read: reads a region of A or B; a slice without ends means all.
+        read: reads a region of A or B. A slice without ends means all.
     """
     name_a, name_b = adapter_names(name)
     if len(region) == 3:

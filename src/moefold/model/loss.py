@@ -84,7 +84,7 @@ def token_losses(
         softmax: temperature (the logits are saved divided by it, in float32 at least), and whether there is an entropy.
 
     Returns:
-        [...]: the same on each rank that shares the vocabulary; the gradient into `logits` is of one such loss.
+        [...]: the same on each rank that shares the vocabulary. The gradient into `logits` is of one such loss.
     """
     return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 
@@ -139,7 +139,7 @@ def chunked_token_losses(
         bias: bias of the same rows, [V/tp], or None.
 
     Returns:
-        [...]: see `token_losses`; the gradients of `weight` and `bias` are summed over chunks in float32 at least.
+        [...]: see `token_losses`. The gradients of `weight` and `bias` are summed over chunks in float32 at least.
     """
     # Saved exponentials are useful only for a backward pass.
     options = replace(options, saves_exponentials=options.saves_exponentials and torch.is_grad_enabled())
@@ -265,7 +265,7 @@ def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tens
 
 
 def _outputs(ctx: Any, merged: "_MergedStatistics", shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the fields of `TokenLosses` in the shape of the labels; the entropy has no gradient."""
+    """Return the fields of `TokenLosses` in the shape of the labels. The entropy has no gradient."""
     ctx.set_materialize_grads(False)
     entropy = None if merged.entropy_N is None else merged.entropy_N.view(shape)
     if entropy is not None:

@@ -15,7 +15,7 @@ from moefold.model.loss_metrics import LossMetric
 
 
 class LossFunction(Protocol):
-    """Loss of one micro-batch, computed on the last stage. It has no parameters; ranks get copies of it."""
+    """Loss of one micro-batch, computed on the last stage. It has no parameters. Ranks get copies of it."""
 
     @property
     def terms(self) -> Sequence[str]:
@@ -36,7 +36,7 @@ class LossFunction(Protocol):
 def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
     """Return the `metrics` of a loss function, if it has any.
 
-    A call records them by `ModelOutput.metrics`, on every rank of the last stage; they are logged and not minimised.
+    A call records them by `ModelOutput.metrics`, on every rank of the last stage. They are logged and not minimised.
     """
     return getattr(loss, "metrics", ())
 

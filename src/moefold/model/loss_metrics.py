@@ -51,7 +51,7 @@ class LossMetricRecorder:
 
     @torch.no_grad()
     def record_max(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add values to a declared maximum; the arguments are the same as for `record_mean`."""
+        """Add values to a declared maximum. The arguments are the same as for `record_mean`."""
         assert LossMetric(name, "max") in self.metrics, name
         top = values.double().where(mask, -torch.inf).amax()
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top

@@ -47,7 +47,7 @@ class Pages:
         return self.tensor
 
     def allocate(self, like: Tensor, num_groups: int, head_dim: int, *, is_transposed: bool) -> Tensor:
-        """Return the pages as `CPagedAttention` reads them; the first call allocates them.
+        """Return the pages as `CPagedAttention` reads them. The first call allocates them.
 
         [P, G, D, positions] of keys, which are transposed, and [P, G, positions, D] of values.
         """
@@ -58,7 +58,7 @@ class Pages:
         return self.tensor
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages; a page may be source and target, and then its old contents are copied."""
+        """Copy whole pages. A page may be source and target, and then its old contents are copied."""
         if self.tensor is not None:
             self.tensor[target] = self.tensor[source]
 
@@ -203,7 +203,7 @@ class PagedLatents(PagedCache):
         return "gathered, as flash attention does not take latents" if q.device.type == "cuda" else ""
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
-        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
+        """Attend to the cached vectors, which all heads share as keys. Their first `rank` dims are the values.
 
         Args:
             query_SBAR: queries in the space of latents and rotated keys, [R, 1, A, rank + rotated].

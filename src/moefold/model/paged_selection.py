@@ -38,7 +38,7 @@ class LastSelections:
         self._slots_R = None
         self._positions_RK = None
 
-    def guess(self, previous_slots_R: Tensor) -> Tensor | None:
+    def previous_selections(self, previous_slots_R: Tensor) -> Tensor | None:
         """Return the selections of the rows with these slots, int32 [R, K], -1 for other rows; None without selections.
 
         Args:
@@ -157,7 +157,9 @@ def select_slots(
             part_tables = tables[chunk]
             chosen_rows = rows.rows_of_singles[chunk]
             previous = _previous_slots(part_tables, positions_R[chosen_rows], page_positions)
-            selected.append(select(chosen_rows, farthest, part_tables, last.guess(previous) if keeps_last else None))
+            selected.append(
+                select(chosen_rows, farthest, part_tables, last.previous_selections(previous) if keeps_last else None)
+            )
         if keeps_last:
             last.store(rows.slots_R[rows.rows_of_singles], torch.cat(selected))
         else:

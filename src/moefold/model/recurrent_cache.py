@@ -46,7 +46,7 @@ class _Slots(NamedTuple):
 
 
 class RecurrentStates(LayerCache):
-    """States of one layer by slot; they grow with the number of slots in use.
+    """States of one layer by slot. They grow with the number of slots in use.
 
     A sample's first token starts from zeros, for any old content of its slot.
     """
@@ -61,7 +61,7 @@ class RecurrentStates(LayerCache):
         return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
-        """Copy states between slots; if a slot is both source and target, its old state is copied. See base class."""
+        """Copy states between slots. If a slot is both source and target, its old state is copied. See base class."""
         if self._slots is not None:
             self._grow(num_slots, self._slots)
             for tensor in self._slots:

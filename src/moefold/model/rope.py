@@ -54,7 +54,7 @@ class RopeTable:
 
         Args:
             positions_R: int64 [R].
-            last: the largest of them, or more; the host does not read it from the device.
+            last: the largest of them, or more. The host does not read it from the device.
         """
         dtype, kernel, frequencies, _ = self._options
         if last >= self._angles_2L11R.shape[1]:

@@ -1,7 +1,7 @@
 """Interfaces of tensor and context parallelism.
 
 The base classes are their implementations on one rank. A module handles sequence shards through `SequenceParallel` and
-vocabulary shards through `VocabParallel`; the communicating implementations are in `moefold.parallel`.
+vocabulary shards through `VocabParallel`. The communicating implementations are in `moefold.parallel`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from moefold.model.loss import FULL_VOCAB, VocabRange
 
 
 class SequenceParallel:
-    """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers; here tp is 1."""
+    """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers. Here tp is 1."""
 
     def split_unevenly(self, num_tokens: int) -> int:
         """Shard S/cp tokens in the next passes, which tp need not divide, and return the number of this rank's.
@@ -36,7 +36,7 @@ class SequenceParallel:
         """Reduce-scatter partial sums [S/cp, B, ...] of every tp rank -> this rank's [S/(cp*tp), B, ...]."""
         return x
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...]; no communication."""
         return x
 
@@ -80,18 +80,18 @@ class SequenceParallel:
 
 
 class ContextParallel:
-    """Context parallelism for losses: each rank of a group has a part of every sample's tokens; here cp is 1."""
+    """Context parallelism for losses: each rank of a group has a part of every sample's tokens. Here cp is 1."""
 
     size = 1
     """Number of ranks that share a sample, cp."""
 
     def sum_over_context(self, x: Tensor) -> Tensor:
-        """Sum a tensor over these ranks, on each of them; the gradient is the sum of the ranks' gradients."""
+        """Sum a tensor over these ranks, on each of them. The gradient is the sum of the ranks' gradients."""
         return x
 
 
 class SampleShards:
-    """Tokens of samples that are sharded over cp, for layers that need all keys or earlier tokens; here cp is 1.
+    """Tokens of samples that are sharded over cp, for layers that need all keys or earlier tokens. Here cp is 1.
 
     A rank has some segments of consecutive tokens of each sample, all of equal length.
     """
@@ -106,7 +106,7 @@ class SampleShards:
         return torch.arange(num_tokens, device=device)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather tokens in the order of the sample, [S/cp, ...] -> [S, ...]; gradients of all ranks are summed."""
+        """Gather tokens in the order of the sample, [S/cp, ...] -> [S, ...]. Gradients of all ranks are summed."""
         return x
 
     def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
@@ -115,7 +115,7 @@ class SampleShards:
 
 
 class VocabParallel:
-    """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp; here tp is 1."""
+    """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp. Here tp is 1."""
 
     vocab_range: VocabRange = FULL_VOCAB
     """Rows of this rank, for the cross-entropy over all rows."""
@@ -125,5 +125,5 @@ class VocabParallel:
         return F.embedding(tokens, weight)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
+        """Gather logits [..., V/tp] of every tp rank -> [..., V]. Each rank's loss must be a copy of one loss."""
         return logits

@@ -292,5 +292,5 @@ def module_settings(cfg: Config) -> ModuleSettings:
 
 
 def build_model(cfg: Config) -> Transformer:
-    """Build the whole model on one rank, on the current default device; weights are not initialised."""
+    """Build the whole model on one rank, on the current default device. Weights are not initialised."""
     return Transformer(cfg.model, module_settings(cfg), range(cfg.model.num_layers), is_first=True, is_last=True)

@@ -23,10 +23,10 @@ TIME_STEPS = (1e-3, 1e-1)
 def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """Initialise the local shards of all parameters, and zero all buffers; no communication.
 
-    Integer buffers keep their dtype; all other buffers become float32, for any dtype of the weights.
+    Integer buffers keep their dtype. All other buffers become float32, for any dtype of the weights.
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
-    (zero-centred norms zero), biases zero; the convolutions and decays of linear attention have the ranges of their
+    (zero-centred norms zero), biases zero. The convolutions and decays of linear attention have the ranges of their
     papers. A `ParamSpec` may give other values. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs),
     as in the library PEFT. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name),
     and is drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.

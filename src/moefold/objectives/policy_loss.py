@@ -30,10 +30,11 @@ FRAME_METRICS = (
 class PolicyGradientLoss:
     """Minus the advantage-weighted objective of sampled tokens, and a penalty on the KL divergence from a reference.
 
-    Columns that it reads, [N, S/cp] each like "labels" (see `columns`): "weights", which carry all normalisation and
-    are 0 for tokens that are not trained; "advantages"; "old_log_probs" of the sampler under `temperature`;
-    "trainer_log_probs" of the weights that sampled, computed by the training forward pass; "reference_log_probs" of the
-    reference under `temperature`; "sequence_ids", index of the rollout within its row, int64, -1 for none.
+    It reads these columns (see `columns`), [N, S/cp] each like "labels". "weights" carry all normalisation, 0 for
+    tokens that are not trained. "old_log_probs" are the sampler's and "reference_log_probs" the reference's, under
+    `temperature`. "trainer_log_probs" are computed by the training forward pass with the weights that sampled.
+    "advantages" are the factors of the objective. "sequence_ids" has the index of the rollout within its row, int64, -1
+    for none.
 
     If a correction asks for it, the ratio of the policy is taken against "trainer_log_probs" instead of
     "old_log_probs". An objective that does not read the sampler uses the log-probabilities of this forward pass as

@@ -15,7 +15,7 @@ class Sequences:
 
     def __init__(self, ids: Tensor, context_parallel: ContextParallel) -> None:
         self._context_parallel = context_parallel
-        # A row has at most one sequence per token; the last slot is for tokens without a sequence. The number does not
+        # A row has at most one sequence per token. The last slot is for tokens without a sequence. The number does not
         # depend on the ids, which the host could not read on a GPU without waiting.
         num_slots = ids.shape[1] * context_parallel.size + 1
         first_slot_B = torch.arange(len(ids), device=ids.device).unsqueeze(1) * num_slots

@@ -1,7 +1,7 @@
 """Activation offload: saved tensors wait for the backward pass in host memory or on SSD (SSDTrain, arXiv:2408.10013).
 
 Saved-tensor hooks of autograd see the tensors that a stage saves for backward. I/O threads copy out the storages saved
-inside a part that the recipe names, and then free them; a storage is copied once, also if several operations save it.
+inside a part that the recipe names, and then free them. A storage is copied once, also if several operations save it.
 In the backward pass, the first tensor needed of a part starts loading the part before it. A storage that is needed
 while it is still being stored is kept, and its copy is dropped.
 """
@@ -50,7 +50,7 @@ class OffloadTotals:
 
 
 class _ThreadState(threading.local):
-    """Position of the forward pass in its thread; a concurrent recomputation in backward has another position."""
+    """Position of the forward pass in its thread. A concurrent recomputation in backward has another position."""
 
     micro_batch: MicroBatch | None = None
     part_run: PartRun | None = None

@@ -86,7 +86,7 @@ class CopyEngine:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def allocate_device(self, num_bytes: int) -> Tensor:
-        """Allocate uint8 [bytes] of device memory; call it on the thread that uses the memory."""
+        """Allocate uint8 [bytes] of device memory. Call it on the thread that uses the memory."""
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self._h2d_stream is not None:
             buffer.record_stream(self._h2d_stream)
@@ -214,7 +214,7 @@ class BandwidthMeter:
 
     @contextmanager
     def measure_transfer(self, num_bytes: int) -> Iterator[None]:
-        """Measure a transfer of `num_bytes` inside this context; the bytes do not count if it fails."""
+        """Measure a transfer of `num_bytes` inside this context. The bytes do not count if it fails."""
         with self._lock:
             if self._num_running == 0:
                 self._busy_since_s = self._clock()

@@ -106,7 +106,7 @@ class _StoredExtent:
 class SsdFile:
     """Backend in one unnamed file, whose extents are written and read in place.
 
-    If the file system supports it (O_TMPFILE), the file never has a name; otherwise it has a random name that is
+    If the file system supports it (O_TMPFILE), the file never has a name. Otherwise it has a random name that is
     removed immediately. Only its owner can access it, and it disappears when the process ends in any way. Every extent
     has a checksum, so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
 

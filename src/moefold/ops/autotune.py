@@ -87,7 +87,7 @@ class Autotuner:
 
         Args:
             key: parameters that determine the time.
-            candidates: candidates by name, at least one; the first is the default.
+            candidates: candidates by name, at least one. The first is the default.
         """
         names = tuple(candidates)
         if len(names) == 1 or not self.is_enabled:

@@ -14,8 +14,8 @@ blocks, and the backward pass of each block is exact, given the output and the l
 
 The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
-the window reaches back: the T queries of a block attend to the keys of this block and of the previous block, so the
-sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
+the window reaches back, so the T queries of a block attend to the keys of this block and of the previous block. The
+sequence becomes a batch of attention over T queries and 2T keys. The work grows with S * T instead of S * S.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 MIN_BLOCK_TOKENS = 64
 """Minimum block length; shorter blocks underuse the kernels."""
 MIN_BLOCKS = 4
-"""Minimum number of blocks; with fewer, skipping keys does not pay."""
+"""Minimum number of blocks. With fewer, skipping keys does not pay."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class BlockedWindow:
             v: values, [S, B, G, D].
 
         Returns:
-            (queries [T, n*B, A, D], keys and values [2T, n*B, G, D], mask bool [n*B, T, 2T]); every query attends to
+            (queries [T, n*B, A, D], keys and values [2T, n*B, G, D], mask bool [n*B, T, 2T]). Every query attends to
             itself, also the padding queries of the last block.
         """
         return (
@@ -386,7 +386,7 @@ class CudaFlash:
         """Return (dq, dk, dv)."""
         mask = _flash_mask(block_mask)
         tensors = (_to_flash(x, mask) for x in (grad_out, q, k, v, out))
-        # The RNG state is read only with dropout; the kernel needs a contiguous lse.
+        # The RNG state is read only with dropout. The kernel needs a contiguous lse.
         seed = q.new_empty(2, dtype=torch.uint64)
         offset = q.new_empty((), dtype=torch.uint64)
         lse = lse.permute(1, 2, 0) if mask.segments is None else lse.permute(2, 1, 0).flatten(1)

@@ -1,8 +1,8 @@
 """Element-wise parts of a block, fused by `torch.compile` (`run.compile`): QK norm with RoPE, and SwiGLU.
 
-Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
-overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static;
-each combination of shapes and of gradients is compiled once for each model.
+Only functions of tensors are compiled, without GEMMs, parameters and communication. So quantised and split GEMMs, the
+overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static.
+Each combination of shapes and of gradients is compiled once for each model.
 """
 
 import os
@@ -23,11 +23,11 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors with Inductor at its first call; a graph break is an error."""
+    """Compile a function of tensors with Inductor at its first call. A graph break is an error."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_separate_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a function: torch.compile takes at most 8 shapes of one code object, from all models together."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -53,7 +53,7 @@ class CompiledQKNormRope:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._compiled = compiler(_with_own_code(_norm_and_rotate))
+        self._compiled = compiler(_with_separate_code(_norm_and_rotate))
 
     def __call__(
         self,
@@ -106,8 +106,8 @@ class CompiledSwiGLU:
     """
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._forward = compiler(_with_own_code(_swiglu))
-        self._backward = compiler(_with_own_code(_swiglu_backward))
+        self._forward = compiler(_with_separate_code(_swiglu))
+        self._backward = compiler(_with_separate_code(_swiglu_backward))
 
     def swiglu(self, g_MF: Tensor, u_MF: Tensor) -> Tensor:
         """See `SwiGLUKernel`."""

@@ -39,7 +39,7 @@ class CrossEntropyOps(Protocol):
     ) -> None:
         """Write the gradient of the logits into `out`, which may be the logits themselves.
 
-        With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p; without a
+        With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p. Without a
         second row the normalizer has no separate gradient.
 
         Args:
@@ -125,7 +125,7 @@ def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
 
 
 def log_exponential_dot(exps_CV: Tensor) -> Tensor:
-    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]; the exponentials are unchanged."""
+    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]. The exponentials are unchanged."""
     return torch.cat([-torch.special.entr(exps).sum(1) for exps in _row_tiles(exps_CV)])
 
 

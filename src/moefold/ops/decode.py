@@ -1,4 +1,4 @@
-"""Arguments of a kernel that computes whole layers of decoding (`ops/cpu/decode.py`), and the choice to use it."""
+"""Arguments of a kernel that computes fused layers of decoding (`ops/cpu/decode.py`), and the choice to use it."""
 
 import logging
 import time
@@ -86,7 +86,7 @@ MAX_ROUNDS = 3
 MAX_ROUND_S = 0.02
 """Minimum time for which one round is enough: noise is a small part of a long run."""
 MODULES_GAIN = 0.95
-"""Modules are chosen only if they take at most this share of the kernel's time: the kernel's results do not depend on
+"""Modules are chosen only if they take at most this share of the kernel's time. The kernel's results do not depend on
 the number of rows, but the results of library GEMMs may."""
 
 
@@ -102,32 +102,32 @@ class DecodeChoice:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.thread_time
-        self._is_whole: dict[tuple[Hashable, int], bool] = {}
+        self._chose_fused: dict[tuple[Hashable, int], bool] = {}
 
-    def picks_whole(
-        self, kind: Hashable, num_rows: int, whole: Callable[[], object], modules: Callable[[], object]
+    def chooses_fused(
+        self, kind: Hashable, num_rows: int, fused: Callable[[], object], modules: Callable[[], object]
     ) -> bool:
         """Return whether to compute a layer by the kernel; run both ways in the first pass of this number of rows.
 
         Args:
-            kind: kind of the layer; layers of a kind take equally long.
+            kind: kind of the layer. Layers of a kind take equally long.
             num_rows: rows of the pass.
-            whole: computes the layer by the kernel.
+            fused: computes the layer by the kernel.
             modules: computes it by its modules.
         """
         key = kind, num_rows.bit_length()
-        if key not in self._is_whole:
-            whole_s, modules_s = self._measure(whole, modules)
-            self._is_whole[key] = whole_s * MODULES_GAIN <= modules_s
+        if key not in self._chose_fused:
+            fused_s, modules_s = self._measure(fused, modules)
+            self._chose_fused[key] = fused_s * MODULES_GAIN <= modules_s
             logger.info(
                 "decoding a layer (%s) of %d rows takes %.3g ms in C and %.3g ms by modules: %s is chosen",
-                *(kind, num_rows, 1e3 * whole_s, 1e3 * modules_s, "C" if self._is_whole[key] else "the modules"),
+                *(kind, num_rows, 1e3 * fused_s, 1e3 * modules_s, "C" if self._chose_fused[key] else "the modules"),
             )
-        return self._is_whole[key]
+        return self._chose_fused[key]
 
-    def has_picked_whole(self, kind: Hashable, num_rows: int) -> bool:
-        """Return whether `picks_whole` has chosen the kernel for this number of rows; False if it has not run."""
-        return self._is_whole.get((kind, num_rows.bit_length()), False)
+    def has_chosen_fused(self, kind: Hashable, num_rows: int) -> bool:
+        """Return whether `chooses_fused` has chosen the kernel for this number of rows; False if it has not run."""
+        return self._chose_fused.get((kind, num_rows.bit_length()), False)
 
     def _measure(self, *candidates: Callable[[], object]) -> list[float]:
         """Return the shortest time of each function; they run alternately."""

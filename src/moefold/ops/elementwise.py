@@ -1,8 +1,8 @@
 """Sigmoid, SiLU and softplus whose bits do not depend on the place of an element in its tensor.
 
 torch evaluates most elements on a CPU with vectors, and the elements at the end of a thread's share with another
-approximation (aten/src/ATen/cpu/vec). exp and log1p have one approximation for all elements, so the values of a token
-here do not depend on the other tokens.
+approximation (aten/src/ATen/cpu/vec). This module uses exp and log1p, which have one approximation for all elements. So
+the values of a token do not depend on the other tokens.
 """
 
 from typing import Any

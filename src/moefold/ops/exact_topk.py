@@ -1,7 +1,7 @@
 """Exact top-k by guess, verify and refine: the positions of the k largest scores of each row.
 
 `sorted_topk` is the definition. On CPUs with a compiler the C kernel runs (`ops/cpu/exact_topk.py`), on CUDA in float32
-and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`); all results are equal (docs/design/033-exact-top-k.md).
+and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`). All results are equal (docs/design/033-exact-top-k.md).
 """
 
 from functools import cache
@@ -29,10 +29,10 @@ def exact_topk(
     result equals the result of a full sort. No gradient flows.
 
     Args:
-        scores: [R, N], float32, bfloat16 or float64; values outside of a row's positions are not read.
+        scores: [R, N], float32, bfloat16 or float64. Values outside of a row's positions are not read.
         k: number of positions to select, at least 1; it may exceed N.
         starts: first position of each row, int32 [R]; None: 0. Clamped to [0, N].
-        stops: position after the last of each row, int32 [R]; None: N. Clamped to [0, N]; at or below its start, the
+        stops: position after the last of each row, int32 [R]; None: N. Clamped to [0, N]. At or below its start, the
             row has no positions.
         guess: positions that probably are in the result, int32 [R, G], such as the result of the previous row or step;
             it saves time and never changes the result. Any content is legal: repeated positions, and positions out of

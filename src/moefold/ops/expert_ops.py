@@ -47,7 +47,7 @@ class LazyCounts(Sequence[int]):
 class Permutation:
     """Permutation of routed tokens into rows sorted by expert, unless they were reordered.
 
-    Routed tokens may be absent (dropped, or of another rank) and rows may be empty (padding); without them, masks are
+    Routed tokens may be absent (dropped, or of another rank) and rows may be empty (padding). Without them, masks are
     None.
     """
 
@@ -216,7 +216,7 @@ class ExpertOps(Protocol):
         Args:
             x: tokens sorted by expert [R, H], or with a `permute_map` unsorted tokens [T, H].
             options: all other arguments.
-            probs_R: factor of each output row, [R]; it is applied before the down projection, so that its gradient
+            probs_R: factor of each output row, [R]. It is applied before the down projection, so that its gradient
                 does not need the outputs.
 
         Returns:

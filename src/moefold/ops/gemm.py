@@ -2,11 +2,11 @@
 
 oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every new shape and caches the last 1,024. With
 routed row counts nearly every call has a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
-the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) does not use there,
-oneDNN is the fastest float32 GEMM as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512], two
-threads of a Zen 5). Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost (for [512,
-256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91 against 78,
-and 89 against 76, on a Zen 3 with AVX2).
+the counts so that few shapes occur. MKL (called by torch.mm) does not use AVX-512 on AMD processors. There oneDNN is
+the fastest float32 GEMM as well: 340 against 180 GFLOP/s for 4096 routed rows and 8 experts of [256, 512] on two
+threads of a Zen 5. Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost. For [512,
+256] x [256, 512] on one thread of a Xeon it reaches 123 against 108 GFLOP/s, and 118 against 60 with both operands
+transposed. On a Zen 3 with AVX2 it reaches 91 against 78, and 89 against 76.
 
 A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32: 13 against 130
 GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 only, where upcasting reaches 85). There `matmul`
@@ -80,14 +80,14 @@ class Gemm:
         return torch.mm(x_MK, w_NK.t(), out=out_MN)
 
     def matmul_out(self, out_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> None:
-        """Write x @ w.T into `out`; rows of x beyond the rows of `out` are padding."""
+        """Write x @ w.T into `out`. Rows of x beyond the rows of `out` are padding."""
         if _supports_mm_out(out_MN, x_MK):
             torch.mm(x_MK, w_NK.t(), out=out_MN)
         else:
             out_MN.copy_(self.matmul(x_MK, w_NK)[: len(out_MN)])
 
     def matmul_add_out(self, out_MN: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
-        """Write the sum of two GEMMs, (x, w) of each, into `out`; it is rounded once to the dtype of `out`."""
+        """Write the sum of two GEMMs, (x, w) of each, into `out`. It is rounded once to the dtype of `out`."""
         if _supports_mm_out(out_MN, first[0]):
             torch.mm(first[0], first[1].t(), out=out_MN)
             out_MN.addmm_(second[0], second[1].t())
@@ -120,7 +120,7 @@ class Gemm:
             out_KN += self.weight_gradient(x_MK, grad_MN)
 
     def matmul_fp32(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-        """Compute `matmul` with a result in float32 at least; a CPU's bfloat16 instructions may round it first."""
+        """Compute `matmul` with a result in float32 at least. A CPU's bfloat16 instructions may round it first."""
         if _supports_fp32_output(x_MK, w_NK):
             return torch.mm(x_MK, w_NK.t(), out_dtype=torch.float32)
         is_low_precision = x_MK.element_size() < torch.float32.itemsize

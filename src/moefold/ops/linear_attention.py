@@ -8,8 +8,8 @@ Each head has a state S [D, Dv], a linear map from keys to values. For each toke
     o = S^T q
 
 `recurrent_linear_attention` is this definition, for decoding. `ChunkedLinearAttention` computes the same in chunks of C
-tokens by matrix products, for training: within a chunk the updates form a unit lower triangular system (WY
-representation and UT transform, arXiv:2406.06484 sec. 3), and only the states between chunks are computed one after
+tokens by matrix products, for training. Within a chunk the updates form a unit lower triangular system (WY
+representation and UT transform, arXiv:2406.06484 sec. 3). Only the states between chunks are computed one after
 another. Letters: A value heads, G key heads, N chunks, C tokens of a chunk; sums are in float32 at least.
 """
 
@@ -29,7 +29,7 @@ SUB_CHUNK_SIZE = 16
 
 InitialState = Callable[[Tensor, Tensor], Tensor]
 """Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update [B, A,
-D, Dv]: they turn a state S before these tokens into transition @ S + update after them."""
+D, Dv]. A state S before these tokens becomes transition @ S + update after them."""
 
 
 def recurrent_linear_attention(
@@ -38,7 +38,7 @@ def recurrent_linear_attention(
     """Compute gated linear attention token by token.
 
     Args:
-        q: queries, [S, B, G, D]; each serves A/G consecutive value heads.
+        q: queries, [S, B, G, D]. Each serves A/G consecutive value heads.
         k: keys, [S, B, G, D].
         v: values, [S, B, A, Dv].
         log_decay: logarithm of the decay before each token, at most 0, [S, B, A, 1 or D].
@@ -175,7 +175,7 @@ def _to_chunks(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Products within the chunks, [N, B, A, C, ...]; the states between them follow from `scan`."""
+    """Products within the chunks, [N, B, A, C, ...]. The states between them follow from `scan`."""
 
     read_keys: Tensor
     """Queries with the decay since the start of the chunk, which read the state before it, [.., C, D]."""

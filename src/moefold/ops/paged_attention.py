@@ -1,9 +1,9 @@
 """Attention of single tokens to the keys and values of a paged cache (arXiv:2309.06180 sec. 4): decoding.
 
 A cache has P pages of N = `PAGE_POSITIONS` positions, for all key/value heads of this rank: keys [P, G, D, N], whose
-last dim is the position, and values [P, G, N, D], in one dtype. A row is one token of one sample; position i of its
-sample is slot i % N of page page_table[row, i // N], and the token attends to the first `length` positions; the last of
-them is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
+last dim is the position, and values [P, G, N, D], in one dtype. A row is one token of one sample. Position i of its
+sample is slot i % N of page page_table[row, i // N]. The token attends to the first `length` positions, of which the
+last is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
 
 `ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
@@ -17,7 +17,7 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 
 @dataclass(frozen=True)
 class PageSegments:
-    """Segments of a pass: consecutive rows of one sample; their keys are the last keys of the sample."""
+    """Segments of a pass: consecutive rows of one sample. Their keys are the last keys of the sample."""
 
     starts: Tensor
     """First row of each segment, and the end of the last, int32 [N + 1]."""
@@ -48,7 +48,7 @@ def write_pages(
         k_RGD: keys of the rows, [R, G, D].
         v_RGD: values, [R, G, D].
         page_R: page of each row, int64 [R].
-        slot_R: slot in that page, int64 [R]; no two rows have the same slot of a page.
+        slot_R: slot in that page, int64 [R]. No two rows have the same slot of a page.
     """
     key_pages[page_R, :, :, slot_R] = k_RGD
     value_pages[page_R, :, slot_R] = v_RGD

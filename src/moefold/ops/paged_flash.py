@@ -2,7 +2,7 @@
 
 The operator reads pages [P, positions, G, D] for segments of any numbers of rows: chunks of prompts and single tokens
 together. Its argument is newer than torch 2.11, where pages are gathered. torch 2.11 has FlexAttention's
-`PagedAttention`, but it is experimental, and Inductor would compile it in the first passes of every process.
+`PagedAttention`, which is experimental. Inductor would compile it in the first passes of every process.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ class FlashPages:
 
 @cache
 def device_refusal(device: torch.device) -> str:
-    """Return the reason why flash attention cannot read pages on a device, "" if it can; the first call tests it."""
+    """Return the reason why flash attention cannot read pages on a device, "" if it can. The first call tests it."""
     if not cuda_flash_attention_reads_pages():
         return f"flash attention of torch {torch.__version__} takes no block table"
     return find_disagreement(device)
@@ -155,7 +155,7 @@ def probe_case(
 def exact_segments(
     q_RAD: Tensor, pages: tuple[Tensor, Tensor], segments: PageSegments, window: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield output and log-sum-exp of each segment by the definition in float64; the host waits for the device."""
+    """Yield output and log-sum-exp of each segment by the definition in float64. The host waits for the device."""
     starts = segments.starts.tolist()
     for number, count in enumerate(segments.key_counts_N.tolist()):
         q = q_RAD[starts[number] : starts[number + 1]].double().unsqueeze(1)

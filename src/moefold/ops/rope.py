@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of the first R dims of each head; the other dims are copied.
+    """Rotate the pairs (i, i + R/2) of the first R dims of each head. The other dims are copied.
 
     Args:
         x: [S, B, heads, D].
@@ -109,7 +109,7 @@ class Rope:
         return self.no_rope.positions
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the first dims of each head of x [S, B, heads, D]; the other dims are copied.
+        """Rotate the first dims of each head of x [S, B, heads, D]. The other dims are copied.
 
         With interleaved pairs the output has all first elements before all second elements: another order of dims, but
         the same for queries and keys, so their dot products are unchanged.

@@ -65,7 +65,7 @@ def index_scores(query_RJD: Tensor, weight_RJ: Tensor, key_ND: Tensor) -> Tensor
 def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor:
     """Select the keys with the highest scores among the keys that each query sees; the lowest key wins ties.
 
-    A score that is not a number counts as minus infinity; the loss of the indexer is then not a number either.
+    A score that is not a number counts as minus infinity. The loss of the indexer is then not a number either.
 
     Args:
         index: projections of the queries and of all keys.
@@ -245,7 +245,7 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
         weights_SB: weight of each query.
 
     Returns:
-        0-dim, in nats, float32 at least; its gradient goes to the projections.
+        0-dim, in nats, float32 at least. Its gradient goes to the projections.
     """
     size = selected_SBK.shape[2] * max(index.query.shape[2:])
 

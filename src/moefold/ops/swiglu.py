@@ -24,7 +24,7 @@ class SwiGLUKernel(Protocol):
 
 
 def swiglu(g: Tensor, u: Tensor, kernel: SwiGLUKernel | None) -> Tensor:
-    """Compute silu(g) * u; with a kernel, only g and u are saved for backward."""
+    """Compute silu(g) * u. With a kernel, only g and u are saved for backward."""
     if kernel is None:
         return silu(g) * u
     return _SwiGLUFunction.apply(g, u, kernel)

@@ -17,8 +17,8 @@ class TensorHasher:
     The bytes are read as 64-bit integers x_i. The two hashes are the sums of x_i, and of y_i = x_i xor (x_i >> 31)
     times an odd random number drawn for i, modulo 2**64. Integer sums do not depend on the order, so equal bytes give
     equal hashes on any device. A change of one integer always changes both sums, a swap of two integers the second. An
-    odd factor leaves the highest bit (the sign of a weight) in place, so two changed signs would cancel: y_i, which
-    determines x_i, has that bit in a lower position as well.
+    odd factor leaves the highest bit (the sign of a weight) in place, so two changed signs would cancel. Therefore y_i,
+    which determines x_i, has that bit in a lower position as well.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -131,7 +131,7 @@ class TaskAttention:
     def _backward_of_kernel(
         self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: "CAttention | CudaFlash"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv); gradients of copies of a key are always added in the same order."""
+        """Return (dq, dk, dv). Gradients of copies of a key are always added in the same order."""
         grad_out, q, out, lse = (x.unsqueeze(1) for x in query_tensors)
         key, value = (self._copy_keys(x).unsqueeze(1) for x in (k, v))
         gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)

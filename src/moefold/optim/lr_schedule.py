@@ -50,8 +50,8 @@ def _peak_step(train: TrainConfig) -> int:
 SCHEDULE_KEYS = ("lr", "warmup_steps", "lr_schedule")
 """Keys of [train] that determine the schedule, with run.steps."""
 SECOND_PEAK = 0.5
-"""Ratio of the second peak to the first, if a schedule that ended at 0 is followed by another: the rate rises to about
-a quarter of the first peak, because half of a cosine has passed, and ends at 0 again."""
+"""Ratio of the second peak to the first, if a schedule that ended at 0 is followed by another. The rate rises to about
+a quarter of the first peak, because half of a cosine has passed. It ends at 0 again."""
 
 
 def schedule_settings(run: RunConfig, train: TrainConfig) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _decays(train: TrainConfig, steps: int) -> bool:
 
 
 def _ends_lower(train: TrainConfig, steps: int) -> bool:
-    """Return whether the schedule has ended below the peak after `steps`; a schedule without an end never has."""
+    """Return whether the schedule has ended below the peak after `steps`. A schedule without an end never has."""
     rate = chosen_in(train, LrSchedulePart).rate
     peak = _peak_step(train)
     return _decays(train, steps) and rate(train.lr, peak, steps, steps) != rate(train.lr, peak, steps, 2 * steps)
@@ -143,9 +143,9 @@ def _describe_course(run: RunConfig, train: TrainConfig, step: int) -> str:
 def continuation(run: RunConfig, train: TrainConfig, steps: int) -> tuple[tuple[str, ...], str]:
     """Return overrides that continue a finished run to more steps, and their effect on the learning rate.
 
-    If only the number of steps grows, a schedule that has ended is replaced by a schedule in the middle of its decay:
-    the rate jumps from its last value to about half of the peak. With the overrides the rate keeps its last value; or,
-    if that was 0, a second and lower schedule follows.
+    If only the number of steps grows, a schedule that has ended is replaced by a schedule in the middle of its decay.
+    The rate then jumps from its last value to about half of the peak. With the overrides the rate keeps its last value;
+    or, if that was 0, a second and lower schedule follows.
 
     Args:
         run, train: sections of the recipe of the finished run.

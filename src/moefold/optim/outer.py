@@ -64,7 +64,7 @@ class OuterOptimizer(OuterWeights):
         """Undo `begin_next` after a failed exchange, whose round is not applied. Local.
 
         Args:
-            delta: result of `difference`; the residual has not changed since.
+            delta: result of `difference`. The residual has not changed since.
         """
 
     def apply(
@@ -99,8 +99,8 @@ class OuterOptimizer(OuterWeights):
         """Return the vector that this site sends in a round of fragments, on the host; changes nothing.
 
         Returns:
-            D = phi - theta of the parameters (if sites own experts, only of its own experts), plus the decayed
-            residual, each padded with zeros to a whole block of the code, then the buffers, [elements of this rank].
+            D = phi - theta of the parameters plus the decayed residual, each padded with zeros to a whole block of the
+            code, then the buffers, [elements of this rank]. If sites own experts, D has only the site's own experts.
         """
         num_coded = self.num_coded(fragments)
         buffers = [buffer for _, buffer in self._buffers_of(fragments)]
@@ -150,7 +150,7 @@ class OuterOptimizer(OuterWeights):
             mean: the mean of a round; `delta` itself in a round of one site.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
-        is_own = mean is delta and not keep_local and not self._settings.residual
+        is_single_site = mean is delta and not keep_local and not self._settings.residual
         norms = OuterNorms()
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
@@ -158,7 +158,7 @@ class OuterOptimizer(OuterWeights):
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(norms, name, weights, own_d, mean_g)
-            if is_own and not self._settings.has_outer_step:
+            if is_single_site and not self._settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
                 continue

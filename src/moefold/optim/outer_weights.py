@@ -24,7 +24,7 @@ EXPERT_OWNER = "experts.owner"
 
 
 class OuterWeights:
-    """Outer weights, momentum and residual of the trained parameters; all methods are local.
+    """Outer weights, momentum and residual of the trained parameters. All methods are local.
 
     Floating-point buffers (the expert bias) have no outer weights: the sites take their mean. Integer buffers (token
     counts of the last batch) stay unchanged, like the moments of the optimizer.

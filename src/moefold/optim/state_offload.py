@@ -1,7 +1,7 @@
 """Optimizer-state offload: moments in host memory or on SSD between steps (`train.offload_optimizer`).
 
 A step processes one parameter after the other. While one is updated, the moments of the next are copied to the device
-and the moments of the last are copied back, so the device holds the moments of three parameters at a time.
+and the moments of the last are copied back. So the device holds the moments of three parameters at a time.
 """
 
 import math

@@ -17,7 +17,7 @@ class Batch:
     """This rank's shard of a global batch: tokens, and columns by name.
 
     Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
-    over cp, [N, ..., S/cp] for N = num_micro_batches * B samples; a column per sample [N, ...] is whole on every cp
+    over cp, [N, ..., S/cp] for N = num_micro_batches * B samples. A column per sample [N, ...] is whole on every cp
     rank. `BatchSharder` makes these columns, and the columns of the samples:
 
     * "labels": next tokens, int64 [N, S/cp].

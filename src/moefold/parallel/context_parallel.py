@@ -106,7 +106,7 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
 class ContextShards(SampleShards):
     """Tokens of a context-parallel rank, in any order of the ranks' tokens.
 
-    A segment of linear attention turns the state S before it into T S + U, so each rank computes T and U of its
+    A segment of linear attention turns the state S before it into T S + U. So each rank computes T and U of its
     segments, all ranks gather them, and each composes T and U of the earlier segments. The bytes sent do not depend on
     the length of the sequence: D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the
     convolution. All segments are computed at the same time, so the zigzag order of ring attention, with two segments on

@@ -59,8 +59,8 @@ class CudaGraphRecorders:
 class CudaGraphRecorder:
     """`GraphRecorder` of CUDA graphs, with its own memory pool.
 
-    Graphs of different micro-batches must not share a pool: a temporary tensor of the first may have the same address
-    as a saved tensor of the second, which is captured later, and a pipeline does not replay in the order of capture.
+    Graphs of different micro-batches must not share a pool. A temporary tensor of the first may have the same address
+    as a saved tensor of the second, which is captured later. A pipeline does not replay in the order of capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

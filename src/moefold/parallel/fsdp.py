@@ -35,8 +35,8 @@ from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer
 
-# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
-# gradients of its inputs are computed, so it must find the tensors in the output of the router (registered there) and
+# FSDP gathers parameters for the backward pass when a gradient of the module's output arrives. It frees them when the
+# gradients of its inputs are computed. So it must find the tensors in the output of the router (registered there) and
 # in the input of the experts. torch 2.13 searches every dataclass for them, torch 2.11 only registered classes: with
 # 2.11 all experts would stay gathered.
 register_dataclass(ExpertInput)

@@ -24,7 +24,7 @@ class PerRankGradDots:
     """Gram matrix <g_i, g_j> of the gradients that members i, j of a data-parallel group contribute to the reduction.
 
     In an all-to-all, which sends as many bytes as the reduction itself, member k gets the k-th part of every g_i. It
-    adds the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
+    adds the dot products of these parts to its matrix. The sum of the matrices of all members is exact. Nothing is sent
     unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
 
     With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over
@@ -51,7 +51,7 @@ class PerRankGradDots:
             group = fsdp_param_group(module)
             if group is not None:
                 members = fsdp_reduction_group(group, replicates=self._replicates)
-                assert self.exchange.serves(members), "FSDP reduces among the members of the exchange"
+                assert self.exchange.has_members_of(members), "FSDP reduces among the members of the exchange"
                 replace_fsdp_reduction(group, partial(self._reduce_by_exchange, self._num_modules))
                 self._num_modules += 1
             if self._replicates:
@@ -149,7 +149,7 @@ class TimedAllGather:
         """Gather along dim 0 (all-gather)."""
         with self._comm_timer.waiting():
             if self._exchange is not None:
-                assert self._exchange.serves(group), "FSDP gathers among the members of the exchange"
+                assert self._exchange.has_members_of(group), "FSDP gathers among the members of the exchange"
                 self._exchange.gather_into(output_tensor, input_tensor)
                 return None
             return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)

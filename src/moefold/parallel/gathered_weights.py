@@ -12,7 +12,7 @@ from moefold.parallel.reshard import check_boxes, gather_dtypes, merged_shards, 
 
 
 class GatheredWeights:
-    """Reads regions of the weights of a model under any mapping; at most one region is in memory.
+    """Reads regions of the weights of a model under any mapping. At most one region is in memory.
 
     The constructor, `refresh` and `read` are collective: all ranks call them in the same order.
     """
@@ -31,7 +31,7 @@ class GatheredWeights:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the current weights from now on; call it between two training steps."""
+        """Read the current weights from now on. Call it between two training steps."""
         # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)
         self._local = {name: values.detach() for name, values in merged_shards(self._model).items()}
@@ -44,7 +44,7 @@ class GatheredWeights:
         """Do nothing: this source has no cache."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """Return the values of a region on rank 0, on the CPU; other ranks get undefined values of its shape.
+        """Return the values of a region on rank 0, on the CPU. Other ranks get undefined values of its shape.
 
         Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
         """

@@ -63,7 +63,7 @@ def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str
 
 
 def needs_clip(norm: float, max_norm: float) -> bool:
-    """Return whether the norm exceeds max_norm or is not finite; if not, a pass over all gradients is saved."""
+    """Return whether the norm exceeds max_norm or is not finite. If not, a pass over all gradients is saved."""
     return not norm + NORM_EPS <= max_norm
 
 

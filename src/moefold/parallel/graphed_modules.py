@@ -34,7 +34,7 @@ class GraphArguments:
     """Arguments of one call of a module, as a graph takes them."""
 
     tensors: Sequence[Tensor]
-    """Tensors whose values change from call to call; they are copied to the addresses of a graph."""
+    """Tensors whose values change from call to call. They are copied to the addresses of a graph."""
     constant: object
     """The same object in each call: its tensors are part of the graph."""
     rebuild: Callable[..., tuple[Any, ...]]
@@ -42,7 +42,7 @@ class GraphArguments:
 
 
 def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:
-    """Return the arguments of `TokenMixer.forward`; the cosines and sines belong to the stage."""
+    """Return the arguments of `TokenMixer.forward`. The cosines and sines belong to the stage."""
     assert documents is None, "validate_cuda_graphs refuses documents"
     return GraphArguments((x,), rope, lambda x: (x, rope))
 
@@ -61,7 +61,7 @@ class GraphedModule:
 
     Args:
         arguments: splits the arguments of `forward` into changing and constant arguments.
-        weight_cache: cache with the scope of a step; the weights are copied once in a step.
+        weight_cache: cache with the scope of a step. The weights are copied once in a step.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GraphedModule:
         return graphs
 
     def release(self, graphs: "_MicroBatchGraphs") -> None:
-        """Return graphs to the pool after their backward pass; the next forward pass may overwrite their tensors."""
+        """Return graphs to the pool after their backward pass. The next forward pass may overwrite their tensors."""
         self._idle.append(graphs)
 
     def static_tensors(self) -> list[Tensor]:
@@ -202,7 +202,7 @@ def apply_cuda_graphs(
     *,
     has_router: bool = False,
 ) -> None:
-    """Replay the attention of each layer from graphs; call it before FSDP, and after the other axes are applied.
+    """Replay the attention of each layer from graphs. Call it before FSDP, and after the other axes are applied.
 
     Args:
         weight_cache: the scopes of the steps, inside which no weight changes.

@@ -91,7 +91,7 @@ class ForwardChain:
 
 
 class InferenceModel(ShardedStages):
-    """This rank's stage of a model without gradients; a checkpoint reader must load its weights, in `writing_weights`.
+    """This rank's stage of a model without gradients. A checkpoint reader must load its weights, in `writing_weights`.
 
     Args:
         fetches_experts: whether ranks read each other's experts from shared memory.

@@ -61,7 +61,7 @@ class MemoryByPart:
     """Tensor bytes by part: for each part that any rank has, a list with one number per rank."""
 
     peak_bytes: dict[str, list[int]]
-    """Bytes at the rank's peak within the forward and backward passes; the sum over the parts is that peak."""
+    """Bytes at the rank's peak within the forward and backward passes. The sum over the parts is that peak."""
     current_bytes: dict[str, list[int]]
     """Bytes after the backward passes, with all gradients, before the optimizer update."""
 
@@ -140,7 +140,7 @@ def track_memory(
         # FSDP replaces shards by padded shards at its first step.
         tag_states(tracker, stages, optimizer)
         tag_gradients(tracker, stages)
-        tracker.retag(DELAYED_WGRAD, PIPELINE)
+        tracker.move_tag(DELAYED_WGRAD, PIPELINE)
 
 
 def bytes_by_part(tracker: MemoryTracker) -> list[int]:
@@ -212,13 +212,13 @@ def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
                     tracker.tag("gradients", (param.unsharded_accumulated_grad,))
 
 
-def _track_forward(tracker: MemoryTracker, tag_survivors: Callable[[], None], forward: Function) -> Function:
+def _track_forward(tracker: MemoryTracker, tag_remaining: Callable[[], None], forward: Function) -> Function:
     """Wrap the forward pass of a stage to track its phase, and to tag surviving tensors when backward starts."""
 
     def begin(*args: Any, **kwargs: Any) -> CallContext:
         # During an overlapped backward, its live temporaries must not be tagged as gradients.
         if not is_in_backward():
-            tag_survivors()
+            tag_remaining()
         return CallContext(in_forward, on_end)
 
     @contextmanager
@@ -229,7 +229,7 @@ def _track_forward(tracker: MemoryTracker, tag_survivors: Callable[[], None], fo
 
     def on_end(output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda grad: tag_survivors())
+            output.register_hook(lambda grad: tag_remaining())
 
     return wrap_calls(forward, begin)
 
@@ -248,4 +248,4 @@ def _tag_survivors(stage: Transformer, tracker: MemoryTracker, runner: StepRunne
     tag_gradients(tracker, [stage])
     if isinstance(runner, PipelineRunner):
         # Without a split backward, the surviving tensors are being sent to the previous stage.
-        tracker.tag_survivors(DELAYED_WGRAD if runner.splits_backward else PIPELINE)
+        tracker.tag_remaining(DELAYED_WGRAD if runner.splits_backward else PIPELINE)

@@ -52,7 +52,7 @@ def open_state_store(train: TrainConfig, device: torch.device) -> StateStore | N
 
 
 def apply_offload(stage: Transformer, parts: Sequence[str], offload: ActivationOffload) -> None:
-    """Offload the activations of these parts of every layer of a stage; call it after `apply_recompute`, before FSDP.
+    """Offload the activations of these parts of every layer of a stage. Call it after `apply_recompute`, before FSDP.
 
     So a part that is also recomputed offloads its inputs, and a larger part around it the saved tensors of both.
     """

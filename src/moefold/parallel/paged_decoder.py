@@ -160,7 +160,7 @@ class PagedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache on this rank; a layer's pages are allocated by its first pass."""
+        """Bytes of the cache on this rank. A layer's pages are allocated by its first pass."""
         return sum(cache.nbytes for cache in self._caches)
 
     def __enter__(self) -> "PagedDecoder":
@@ -228,7 +228,7 @@ class PagedDecoder:
                 stage.fused = FusedLayers(fused, decode_pass, self._pass)
 
     def _record_routing(self, stage: Transformer) -> None:
-        """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
+        """Set a `RoutingCache` on the router of each MoE layer. Layers of multi-token prediction do not run."""
         model = self._chain.stages[0].config
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
@@ -257,7 +257,7 @@ class PagedDecoder:
         return torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy pages of all layers, (from, to); no page is copied to twice."""
+        """Copy pages of all layers, (from, to). No page is copied to twice."""
         if copies:
             source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
             for cache in self._caches:

@@ -198,7 +198,7 @@ def _shard_weights(
 class _PhaseRecorder:
     """Records when a micro-batch enters the stage, and when its gradient enters it; in order of execution.
 
-    Overlapped passes do not call `forward`; their runner records the phases itself.
+    Overlapped passes do not call `forward`. Their runner records the phases itself.
     """
 
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:

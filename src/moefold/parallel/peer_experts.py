@@ -1,7 +1,7 @@
 """Experts that ranks read from each other's memory, without a collective (DWDP, arXiv:2604.01621).
 
 Each ep rank of a machine holds its part of the experts in memory that all of them map. A rank routes its own tokens to
-all experts, as if it held them, and reads the weights of its peers in place: nothing is copied, and no rank waits for
+all experts, as if it held them, and reads the weights of its peers in place. Nothing is copied, and no rank waits for
 another. The ranks wait for each other only when weights change, see `PeerExperts.writing`.
 """
 

@@ -111,7 +111,7 @@ class PipelineSchedule:
         self._pairs = pairs
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run all operations; without gradients the plan must have forward passes only."""
+        """Run all operations. Without gradients the plan must have forward passes only."""
         self._messages.clear()
         for stage in self._stages.values():
             stage.begin_step(len(micro_batches))
@@ -148,7 +148,7 @@ class PipelineSchedule:
             self._put_output(action, stage.backward(number, x, delays_weights=action.kind == "I"))
 
     def _run_pair(self, slot: Slot, micro_batches: Sequence[MicroBatch], pairs: "OverlappedPairs") -> None:
-        """Run a forward pass during a backward pass; the inputs of both are received before."""
+        """Run a forward pass during a backward pass. The inputs of both are received before."""
         forward, backward = slot
         stage = self._stages[forward.stage]
         x = self._take_input(forward)

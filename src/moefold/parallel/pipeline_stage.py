@@ -23,7 +23,7 @@ class PipelineStage:
         num_stages: stages of the pipeline. The output of the last stage are the loss terms, whose sum is minimised.
         wgrad_store: the delayed weight gradients of the module, if the schedule splits the backward pass.
         reduces_at_end: whether the gradients of an FSDP module are reduced once, after the last micro-batch of a step
-            (zero 0 and 1); otherwise FSDP or the caller decides.
+            (zero 0 and 1). Otherwise FSDP or the caller decides.
         resumable: the resumable forward pass of the module, which replaces the plain forward pass.
         on_backward_end: called after each backward pass.
     """

@@ -72,7 +72,7 @@ class RowTransfer:
     """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
 
     Args:
-        needed: the tokens that this rank needs; their rows are the rows of a buffer.
+        needed: the tokens that this rank needs. Their rows are the rows of a buffer.
         transfers: sent rows of all members of the group.
         own_tokens: number of the token of each row of this rank, int64 [C].
         rank: this rank, and the device of the rows.
@@ -208,7 +208,7 @@ def nodes_of_set(groups: ParallelGroups) -> tuple[int, ...] | None:
 
 
 class AttentionPlanner:
-    """Plans the attention of the micro-batches of a stage; its layers share the plans."""
+    """Plans the attention of the micro-batches of a stage. Its layers share the plans."""
 
     def __init__(self, groups: ParallelGroups, plan: PlanAttention = plan_attention) -> None:
         self._cp = groups.attn.cp

@@ -21,7 +21,7 @@ from moefold.units import GIB
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
-    """Resolve `train.recompute = ["auto"]`, with a log line that gives the reason; other values are returned unchanged.
+    """Resolve `train.recompute = ["auto"]`, with a log line that gives the reason. Other values are returned unchanged.
 
     Ranks that recompute different parts would deadlock in their collectives, so all must choose the same. Without a
     budget in the recipe the smallest device decides: an all-reduce over the world.
@@ -35,7 +35,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     """
     if AUTO_RECOMPUTE not in cfg.train.recompute:
         return cfg, ""
-    # The memory formula; the other values of train.recompute need none.
+    # The memory formula. The other values of train.recompute need none.
     from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
@@ -54,7 +54,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: BackwardOverlap | None = None) -> None:
-    """Checkpoint these parts of every layer of a stage; call it after the axes are applied and before FSDP.
+    """Checkpoint these parts of every layer of a stage. Call it after the axes are applied and before FSDP.
 
     The forward pass of `backward_overlap` is also resumed while a part is recomputed.
 

@@ -1,7 +1,7 @@
 """Resharding in memory to ranks that only sample: they receive the weights of the ranks that train, box by box.
 
 The plan is as in `parallel/reshard.py`, but between disjoint ranks. A training rank copies the boxes that it sends, in
-the dtype of the target, and trains on while they are in flight; a sampling rank receives them when it begins to sample,
+the dtype of the target, and trains on while they are in flight. A sampling rank receives them when it begins to sample,
 in buckets of bounded bytes. See docs/design/025-asynchronous-reinforcement-learning.md.
 """
 
@@ -83,7 +83,7 @@ class WeightSender:
     """Sends the weights of a model in training to the ranks that sample.
 
     Args:
-        link: link to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
+        link: link to the ranks that sample, which have a `WeightReceiver`. The constructor waits for theirs.
         max_bucket_bytes: maximum bytes that a sampling rank receives in one bucket.
     """
 
@@ -105,7 +105,7 @@ class WeightSender:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends for each version of the weights; they are in host memory until received."""
+        """Bytes that this rank sends for each version of the weights. They are in host memory until received."""
         return sum(message.num_bytes for message in self._sent_messages)
 
     @torch.no_grad()

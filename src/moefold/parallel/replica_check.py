@@ -244,7 +244,7 @@ def samples_by_replica(parallel: ParallelConfig, train: TrainConfig) -> tuple[in
 
 
 def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the samples of each replica, [dp], and of each replica of the experts, [edp]; the units differ.
+    """Return the samples of each replica, [dp], and of each replica of the experts, [edp]. The units differ.
 
     A replica of the experts has the samples of all ranks with its edp coordinate, whose tokens are routed to it.
     """

@@ -1,7 +1,7 @@
 """Resharding in memory: copy the weights of a model to a model under another mapping of the same ranks.
 
-Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every byte;
-here a rank gets from other ranks only the boxes that it lacks, in the dtype of the target, with a bound on the memory
+Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every byte.
+Here a rank gets from other ranks only the boxes that it lacks, in the dtype of the target, with a bound on the memory
 of a bucket. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings. See
 docs/design/024-resharding-in-memory.md.
 """
@@ -43,7 +43,7 @@ class TransferStats:
 
 
 class WeightTransfer:
-    """Transfer of weights between two models whose mappings use the same ranks; the plan is made once.
+    """Transfer of weights between two models whose mappings use the same ranks. The plan is made once.
 
     Where a rank has the same box of a parameter under both mappings, in the same dtype, an inference model shares the
     parameter of the training model instead of a copy: a training step then changes both. All other parameters and all
@@ -88,7 +88,7 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Update the weights of the target from the source; call it between two training steps."""
+        """Update the weights of the target from the source. Call it between two training steps."""
         started_s = time.perf_counter()
         # A gathered parameter is not a shard.
         reshard_parameters(self._source.stages)
@@ -186,7 +186,7 @@ def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
     """Return the local values of all weights and buffers, W + (alpha / r) B A of each matrix with an adapter.
 
     Collective over the ranks of a pipeline stage if there are adapters, which are gathered. The merged shards are new
-    tensors, as large as this rank's shards of the matrices; all other values are the model's own.
+    tensors, as large as this rank's shards of the matrices. All other values are the model's own.
 
     Args:
         model: the model in training, whose parameters are not gathered.

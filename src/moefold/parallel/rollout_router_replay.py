@@ -1,6 +1,6 @@
 """Routing replay of rollouts (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose.
 
-The ranks that sampled hold the choices; each training rank needs the choices of its own rows, positions and layers. All
+The ranks that sampled hold the choices. Each training rank needs the choices of its own rows, positions and layers. All
 ranks know the packing, so one all-to-all of bytes moves exactly these choices, for any two mappings.
 """
 

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class RouterReplayBuffer:
     """Connects the routers of this rank to the routing trace of the whole global batch.
 
-    The constructor and `save` are collective. Each rank holds the choices of its own tokens only; rank 0 holds one
+    The constructor and `save` are collective. Each rank holds the choices of its own tokens only. Rank 0 holds one
     layer of the global batch at a time.
 
     Args:

@@ -22,7 +22,7 @@ class RoutingCache:
     Args:
         num_slots: positions of the cache, of all pages together.
         dtype: dtype of an expert id, as `expert_index_dtype`.
-        tp: the ranks that share the rows of a pass; each records its own rows, and a choice of 0 for all other rows.
+        tp: the ranks that share the rows of a pass. Each records its own rows, and a choice of 0 for all other rows.
     """
 
     in_evaluation = True
@@ -52,7 +52,7 @@ class RoutingCache:
         return ids_TK
 
     def copy_pages(self, source: Tensor, target: Tensor, page_positions: int) -> None:
-        """Copy the choices of pages, int64 [n] each; a page may be source and target, as in the caches of keys."""
+        """Copy the choices of pages, int64 [n] each. A page may be source and target, as in the caches of keys."""
         if self._ids_PK is not None:
             pages = self._ids_PK.unflatten(0, (-1, page_positions))
             pages[target] = pages[source]
@@ -68,7 +68,7 @@ def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.d
 
     Args:
         choices: choices of each completion on this rank, [MoE layers of this rank, tokens, K], 0 for rows of other
-            ranks; the ranks of tp have equal shapes.
+            ranks. The ranks of tp have equal shapes.
     """
     if tp.size == 1 or not choices:
         return choices

@@ -33,20 +33,20 @@ class _Gathered:
     values: Tensor
     """All shards, flat, in the order of the members."""
     own_shard: Tensor
-    """The part of `values` that this rank writes; it does not share the version counter of `values`."""
+    """The part of `values` that this rank writes. It does not share the version counter of `values`."""
 
 
 def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
     """Let FSDP modules gather into memory that the members of an exchange share. Collective over its group.
 
-    Some modules stay unchanged: modules that have been gathered before, and modules with a parameter that is cut along
-    another dim than the first, because its shards are not contiguous in the gathered parameter.
+    Modules that have been gathered before stay unchanged. So do modules with a parameter that is cut along another dim
+    than the first, because its shards are not contiguous in the gathered parameter.
 
     Args:
         modules: FSDP modules over the group of the exchange, in the same order on all members.
 
     Returns:
-        The gathered parameters; they hold memory of all processes, whether they are in use or not.
+        The gathered parameters. They hold memory of all processes, whether they are in use or not.
     """
     groups = [group for group in map(fsdp_param_group, modules) if group is not None and _is_served(group)]
     members = exchange.group

@@ -4,7 +4,7 @@ Async tensor parallelism overlaps the collectives with the GEMMs, one rank's tok
 "asynchronous parallel linear operations"). An all-gather before a GEMM becomes a ring: while the tokens of one rank are
 multiplied, the next rank's arrive. A reduce-scatter after a GEMM becomes a ring of partial sums: while one rank's part
 is computed, the sum for another rank is in flight. Each ring is the backward pass of the other. The rings send as many
-bytes as the collectives; the GEMMs have S/(cp*tp) tokens instead of S/cp.
+bytes as the collectives. The GEMMs have S/(cp*tp) tokens instead of S/cp.
 """
 
 from collections.abc import Sequence
@@ -72,23 +72,23 @@ class SequenceParallelTokens(SequenceParallel):
         self._split_sizes = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather along the sequence (all-gather); the gradient is reduce-scattered."""
+        """Gather along the sequence (all-gather). The gradient is reduce-scattered."""
         sizes = self._split_sizes
         return all_gather(x, self._tp) if sizes is None else all_gather_uneven(x, self._tp, sizes)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Scatter along the sequence (reduce-scatter); the gradient is all-gathered."""
+        """Scatter along the sequence (reduce-scatter). The gradient is all-gathered."""
         sizes = self._split_sizes
         return reduce_scatter(x, self._tp) if sizes is None else reduce_scatter_uneven(x, self._tp, sizes)
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """Return this rank's part."""
         parts = x.chunk(self._tp.size) if self._split_sizes is None else x.split(self._split_sizes)
         return parts[self._tp.rank]
 
 
 class TPVocabParallel(VocabParallel):
-    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up; the last rank has fewer."""
+    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up. The last rank has fewer."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
         self._tp = tp
@@ -97,7 +97,7 @@ class TPVocabParallel(VocabParallel):
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
         self.vocab_range = VocabRange(start, max_over_tp, sum_over_tp)
-        """Rows of this rank; the cross-entropy needs two all-reduces over tp, of one and two numbers for each token."""
+        """Rows of this rank. The cross-entropy needs two all-reduces over tp, of one and two numbers for each token."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's summand of the token embeddings: zeros for tokens of other vocab shards."""
@@ -106,7 +106,7 @@ class TPVocabParallel(VocabParallel):
         return F.embedding(row.where(is_mine, 0), weight) * is_mine.unsqueeze(-1)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
+        """Gather the vocab shards (all-gather). The gradient of a shard is its part of the gradient of the logits."""
         return _GatherVocab.apply(logits, self._tp, self._vocab_size)
 
 
@@ -114,7 +114,7 @@ class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tp: Group, vocab_size: int) -> Tensor:
         ctx.shard = shard_rows(vocab_size, tp.size, tp.rank)
-        # Shards are gathered at the size of the largest; the padding of the last shard comes after the vocabulary.
+        # Shards are gathered at the size of the largest. The padding of the last shard comes after the vocabulary.
         _, max_rows = shard_rows(vocab_size, tp.size, 0)
         missing = max_rows - logits.shape[-1]
         padded = F.pad(logits, (0, missing)) if missing else logits

@@ -26,7 +26,7 @@ def sync_tied_embedding(stages: list[Transformer]) -> None:
 def allreduce_tied_embedding_grad(stages: list[Transformer], stage_plan: StagePlan, pp: Group) -> None:
     """Sum the gradients of the two copies of a tied embedding, on the first and the last stage.
 
-    If the copies are on different ranks, both get the sum, collective over these two ranks; if they are on one rank,
+    If the copies are on different ranks, both get the sum, collective over these two ranks. If they are on one rank,
     the first gets it.
     """
     ends = stage_plan.embedding_ranks

@@ -38,9 +38,9 @@ class ClampedSwiGluActivationPart(ActivationPart, kind="clamped_swiglu"):
     """
 
     alpha: Annotated[float, POSITIVE] = 1.702
-    """Gain a of the sigmoid; the default is gpt-oss's."""
+    """Gain a of the sigmoid. The default is gpt-oss's."""
     limit: Annotated[float, POSITIVE] = 7.0
-    """Limit l of the projections; the default is gpt-oss's."""
+    """Limit l of the projections. The default is gpt-oss's."""
 
     def build(self) -> "ClampedSwiGLUActivation":
         """Return the activation with the gain and limit."""

@@ -51,7 +51,7 @@ class RewardWeight(RewardSelectionPart, kind="weight"):
     beta: Annotated[float, POSITIVE] = 0.1
     """Temperature of the rewards."""
     weight_cap: Annotated[float, Bound("must be at least 1, or 0 (none)", lambda cap: cap >= 1 or cap == 0)] = 20.0
-    """Maximum factor of a row's loss; the mean factor over the data set is 1 before the cap. 0: no maximum."""
+    """Maximum factor of a row's loss. The mean factor over the data set is 1 before the cap. 0: no maximum."""
 
     def select(self, rewards: Any, members: Any) -> Any:
         """Return all conversations with their weights."""

@@ -180,7 +180,7 @@ def quantile_thresholds(
 
 
 def _masked_quantiles(scores_TE: "Tensor", top_k: int) -> "Tensor":
-    """Compute `quantile_thresholds` of scores that are infinite for padding; the host does not wait."""
+    """Compute `quantile_thresholds` of scores that are infinite for padding. The host does not wait."""
     import torch
 
     sorted_TE = scores_TE.sort(0).values

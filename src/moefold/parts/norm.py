@@ -34,7 +34,7 @@ class RmsNormPart(NormPart, kind="rmsnorm"):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNormPart(NormPart, kind="layernorm"):
-    """Subtract the mean and divide by the deviation; a weight and a bias follow (arXiv:1607.06450)."""
+    """Subtract the mean and divide by the deviation. A weight and a bias follow (arXiv:1607.06450)."""
 
     saved_numbers: ClassVar[int] = 2
 

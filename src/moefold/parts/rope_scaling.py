@@ -256,7 +256,7 @@ class Yarn(ContextScaling, kind="yarn"):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(ContextScaling, kind="longrope"):
-    """Divide each frequency by its own factor; sequences beyond the original context have other factors.
+    """Divide each frequency by its own factor. Sequences beyond the original context have other factors.
 
     arXiv:2402.13753.
     """
@@ -311,14 +311,14 @@ class LongRope(ContextScaling, kind="longrope"):
         mscale = self.long_mscale if self.is_long(seq_len) else self.short_mscale
         return mscale or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with fewer factors, and an original context that selects the same of both lists."""
-        long_context = min(self.original_seq_len, to.seq_len - 1)
+        long_context = min(self.original_seq_len, small.seq_len - 1)
         return replace(
             self,
-            short_factors=_spread(self.short_factors, to.rotary_dim // 2),
-            long_factors=_spread(self.long_factors, to.rotary_dim // 2),
-            original_seq_len=long_context if self.is_long(to.large_seq_len) else to.seq_len,
+            short_factors=_spread(self.short_factors, small.rotary_dim // 2),
+            long_factors=_spread(self.long_factors, small.rotary_dim // 2),
+            original_seq_len=long_context if self.is_long(small.large_seq_len) else small.seq_len,
         )
 
     def formula(self) -> RopeFormula:

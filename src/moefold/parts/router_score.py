@@ -13,7 +13,7 @@ from moefold.config.groups.router import (
     SeparateScorePart,
     Softmax,
 )
-from moefold.config.part import KindOf, by_default
+from moefold.config.part import KindOf, part_field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SoftmaxScore(RouterScorePart, kind="softmax"):
     """Softmax of the logits over all experts; `softmax` determines the weights of the chosen ones."""
 
-    softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = by_default("router_softmax", "post")
+    softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = part_field("router_softmax", "post")
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
     sparsemixer: each choice has its own softmax, over the experts that are not chosen yet and close to the best expert;
     training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""

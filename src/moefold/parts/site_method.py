@@ -32,7 +32,7 @@ class DiLoCoSiteMethod(SiteMethodPart, kind="diloco"):
 class StreamingDiLoCoSiteMethod(SiteMethodPart, kind="streaming"):
     """Exchange one fragment of the layers after the other, in 4 bits and overlapped with training.
 
-    arXiv:2501.18512; the paper exchanges each fragment every 30 or 100 steps.
+    arXiv:2501.18512. The paper exchanges each fragment every 30 or 100 steps.
     """
 
     def values(self, every: Any) -> Mapping[str, Any]:

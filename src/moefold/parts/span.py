@@ -18,9 +18,9 @@ class _TokenSpan(SpanPart):
 
     tokens: int = 0
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with few tokens."""
-        return replace(self, tokens=min(self.tokens, to.span))
+        return replace(self, tokens=min(self.tokens, small.span))
 
 
 @dataclass(frozen=True, kw_only=True)

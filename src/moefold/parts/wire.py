@@ -14,7 +14,7 @@ FP8_BLOCK_SIZE = 128
 E4M3_MAX = 448.0
 E4M3_MIN_EXPONENT = -6
 E4M3_MANTISSA_BITS = 3
-"""Mantissa bits of e4m3 (OCP 8-bit floating point, 2023): no infinity; values below 2**-6 are multiples of 2**-9."""
+"""Mantissa bits of e4m3 (OCP 8-bit floating point, 2023): no infinity. Values below 2**-6 are multiples of 2**-9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Fp8BlocksWire(WirePart, kind="fp8-blockwise"):
         return 1 + 4 / 128
 
     def formula(self) -> Callable[["Tensor"], "Tensor"]:
-        """Return the rounding, through which gradients pass unchanged; the trainer's is in `ops/`."""
+        """Return the rounding, through which gradients pass unchanged. The trainer's is in `ops/`."""
         import torch
 
         def round_block(block: "Tensor") -> "Tensor":

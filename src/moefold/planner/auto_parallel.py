@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import word_of
+from moefold.config.part import kind_or_part
 from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE
 from moefold.cost.hardware import DetectedMachine, Device, load_device
@@ -30,14 +30,14 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     """Return the recipe with the fastest mapping that fits, and a description of the choice.
 
     Args:
-        given: the keys that the recipe sets; keys of a mapping among them are fixed.
+        given: the keys that the recipe sets. Keys of a mapping among them are fixed.
 
     Raises:
         ConfigError: nothing is legal, or nothing fits.
     """
     p = cfg.parallel
     keys = {axis: key for axis, key in AXIS_KEYS.items() if ".".join(key) in given}
-    fixed: dict[str, object] = {axis: word_of(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
+    fixed: dict[str, object] = {axis: kind_or_part(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
     if "dispatcher" in fixed and chosen(cfg, DispatcherPart).resolves_to:
         del fixed["dispatcher"]
     if AUTO_RECOMPUTE in cfg.train.recompute:
@@ -79,7 +79,7 @@ def _plan_request(base: Config, num_ranks: int, machine: DetectedMachine, fixed:
         base_config=cfg,
         model_spec=replace(model_spec_from_config(cfg.model), name=cfg.model.preset or "the model"),
         device=device,
-        # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them; the
+        # All mappings emulate the same GEMMs, or have the same dtype, so a supported precision ranks them. The
         # description reports it.
         workload=workload_from_config(
             known.run,

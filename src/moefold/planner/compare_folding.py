@@ -2,7 +2,7 @@
 
 Without folding, experts are sharded like attention (etp = tp). Two such spaces are compared: in `coupled+cp` ep may
 span cp ranks, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in the first of them, so folding gains
-nothing there; it only gains if attention is better sharded than the experts, or the other way round.
+nothing there. It gains only where attention and experts are best sharded by different degrees.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[Fo
     """Return the comparison for each sequence length, with the same number of tokens in a step.
 
     Args:
-        request: the model, the GPUs, and the batch at the request's own length; its method does not count.
+        request: the model, the GPUs, and the batch at the request's own length. Its method does not count.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.

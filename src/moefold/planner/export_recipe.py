@@ -132,7 +132,7 @@ def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, s
 
     Args:
         cfg: a config that passes `check_config`.
-        comments: comments on keys, by "section.key"; these keys are written even where they are the default.
+        comments: comments on keys, by "section.key". These keys are written even where they are the default.
     """
     lines = [f"# {remark}".rstrip() for remark in header_comments]
     lines += [*([""] if lines else []), f"{FORMAT_KEY} = {FORMAT}"]

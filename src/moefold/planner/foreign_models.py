@@ -106,7 +106,7 @@ class ForeignModel(ModelConfig):
 
 
 def _hybrid(model: ModelConfig, pairs: int, attention: int, mixer_heads: int) -> ForeignModel:
-    """Build a hybrid whose layers are each one of Mamba-2 mixer, attention and experts; an MTP layer has both."""
+    """Build a hybrid whose layers are each one of Mamba-2 mixer, attention and experts. An MTP layer has both."""
     whole = model.decoder_layers[0]
     both = replace(whole, ffn=UngatedExperts(**_fields_of(whole.ffn)))
     attention_alone = replace(whole, ffn=NoNetwork())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moefold.config.chosen import chosen_in, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, make_part, word_of, words_of
+from moefold.config.part import Part, kind_or_part, make_part, values_by_key
 from moefold.config.train import TrainConfig
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
@@ -68,7 +68,7 @@ class ParallelMapping:
 
     def as_dict(self) -> dict[str, object]:
         """Return every field by name, as `--json` prints it."""
-        return words_of(self)
+        return values_by_key(self)
 
 
 def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> ParallelMapping:
@@ -92,7 +92,7 @@ def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> Paralle
         offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
         overlap=p.overlap_experts,
         dispatcher=dispatcher,
-        schedule=word_of(p.schedule),
+        schedule=kind_or_part(p.schedule),
     )
 
 

@@ -70,8 +70,8 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     error. The best candidate is the nearest to a measurement.
     """
     request = planner.request
-    own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
-    degrees = {tuple(int(row[axis]) for axis in DEGREES) for row in own_rows}
+    local_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
+    degrees = {tuple(int(row[axis]) for axis in DEGREES) for row in local_rows}
     plans = planner.search.find([*FAMILIES.values()])
     least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
     found = []

@@ -47,7 +47,7 @@ class PlanOptions:
     global_batch_size: int | None = None
     """None takes the recipe's, or a power of two with at most `DEFAULT_BATCH_TOKENS` a step."""
     fix: Mapping[str, Any] = field(default_factory=dict)
-    """Values of axes; only mappings with them are searched."""
+    """Values of axes. Only mappings with them are searched."""
     overrides: Sequence[str] = ()
     """Settings `section.key=value` that override the recipe, or the defaults of a model without one."""
     precision: str | None = None
@@ -67,7 +67,7 @@ class PlanOptions:
     method: str = FOLDED
     """Method of arXiv:2504.14960 that restricts the search; folded: no restriction."""
     offload: bool = False
-    """Search offload of activations and moments to the host's memory too; its cost is not measured."""
+    """Search offload of activations and moments to the host's memory too. Its cost is not measured."""
     trace: Path | None = None
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
     lengths: str | None = None

@@ -6,9 +6,9 @@ A site is an ordinary job of step time t. Its fragments take turns, and each has
     exposed  = 4 * latency + max(0, exchange - overlap * t)
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
-where R sites exchange with each other (2 in pairs), bytes are summed over all ranks of a site, messages and coding are
-counted on its fullest rank, and a round asks the meeting point twice, for its members and for the vote. Not counted:
-copies to the host and the outer step.
+where R sites exchange with each other (2 in pairs). Bytes are summed over all ranks of a site. Messages and coding are
+counted on its fullest rank. A round asks the meeting point twice, for its members and for the vote. Not counted: copies
+to the host and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
 with the whole step, max(t, exchange), which no implementation reaches.
@@ -91,7 +91,7 @@ class SiteRate:
     utilisation: float
     """Share of the time that a site trains."""
     bytes_per_day: float
-    """Bytes that a site sends in a day; it receives equally many."""
+    """Bytes that a site sends in a day. It receives equally many."""
 
     @property
     def reaches_target(self) -> bool:

@@ -54,7 +54,7 @@ class RecipeStageSplitter:
 
 
 def placed_ranks(schedule: str | Part, pp: int, vpp: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage, in model order; a "v" schedule has two stages on a rank."""
+    """Return the pipeline rank of each stage, in model order. A "v" schedule has two stages on a rank."""
     return schedule_named(schedule).stage_ranks(pp, vpp)[: pp * vpp]
 
 

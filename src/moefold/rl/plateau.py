@@ -8,7 +8,7 @@ from moefold.rl.rollout_table import TABLE_KEY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plateau:
-    """Held-out rewards so far, and the reference model; its fields are JSON values, for a checkpoint."""
+    """Held-out rewards so far, and the reference model. Its fields are JSON values, for a checkpoint."""
 
     best: float | None = None
     """Highest reward of an evaluation; None before the first evaluation."""

@@ -11,7 +11,7 @@ from moefold.message_text import Setting
 from moefold.rl.reward import check_columns, check_reward
 
 MAX_CHECKED_PROBLEMS = 1000
-"""Maximum number of checked problems of a task; all prompts of files are checked."""
+"""Maximum number of checked problems of a task. All prompts of files are checked."""
 
 
 def check_rollout_data(cfg: Config) -> int:

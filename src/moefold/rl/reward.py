@@ -18,7 +18,7 @@ from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.message_text import Problem, Setting
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
-from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
+from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_problem
 
 SCORING_FRACTION = 0.9
 """Fraction of faults.timeout_s, the wait of the other ranks, for scoring the prompts of a rank."""
@@ -74,7 +74,7 @@ def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]
 
 
 def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether each group has two different rewards, [P]; only such groups have a gradient. NaN: no reward."""
+    """Return whether each group has two different rewards, [P]. Only such groups have a gradient. NaN: no reward."""
     low = np.min(np.where(np.isnan(rewards_PG), np.inf, rewards_PG), axis=1)
     high = np.max(np.where(np.isnan(rewards_PG), -np.inf, rewards_PG), axis=1)
     mixed: NDArray[np.bool_] = high > low
@@ -148,7 +148,7 @@ class Reward:
             raise RunError(self._slowness(len(scores), len(prompts), num_timeouts)) from None
         return scores
 
-    def take_failures(self) -> list[FailedReward]:
+    def pop_failures(self) -> list[FailedReward]:
         """Return the failures since the last call."""
         failures = self._failures
         self._failures = []
@@ -184,7 +184,7 @@ class Reward:
         """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
         scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
-            reason = str(result) if isinstance(result, RewardError) else _fault(result, count)
+            reason = str(result) if isinstance(result, RewardError) else _problem(result, count)
             if not reason:
                 assert not isinstance(result, RewardError)
                 scores.append(np.array([math.nan if score is None else float(score) for score in result]))
@@ -218,7 +218,7 @@ def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequenc
     }
 
 
-def _fault(scores: Sequence[Any], count: int) -> str:
+def _problem(scores: Sequence[Any], count: int) -> str:
     """Return the fault of the returned scores; empty if they are valid."""
     if len(scores) != count:
         return f"returned {len(scores)} rewards for {count} completions"
@@ -238,7 +238,7 @@ def _is_finite(score: Any) -> bool:
 
 
 def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Check the reward functions of a recipe; a Python function is called once with two completions.
+    """Check the reward functions of a recipe. A Python function is called once with two completions.
 
     A verifier needs its columns in each of the prompts, at least one.
 
@@ -277,7 +277,7 @@ def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> N
         raise ConfigError(Problem("reward.use", name, f": {str(reference[0])!r} does not exist", "name a Python file"))
     with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
         (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
-    reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
+    reason = str(result) if isinstance(result, RewardError) else _problem(result, 2)
     if reason:
         raise ConfigError(
             f"{Setting('reward.use', name)} was tried with two empty completions, and {reason}; the signature is "
@@ -293,7 +293,7 @@ def _check_columns(name: str, prompt: Prompt) -> None:
                 f"{sorted(prompt.columns)}; add it, or choose another reward"
             )
         value = prompt.columns[column]
-        if rule := column_fault(name, column, value):
+        if rule := column_problem(name, column, value):
             raise ConfigError(
                 f"{prompt.location}: the column {column!r} {rule} for {Setting('reward.use', name)}, and is "
                 f"{reprlib.repr(value)}; fix it, or choose another reward"

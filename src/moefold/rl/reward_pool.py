@@ -22,7 +22,7 @@ START_TIMEOUT_S = 60.0
 
 
 class RewardError(Exception):
-    """Reward function that failed, hung, or did not return a list of rewards; the message has the reason."""
+    """Reward function that failed, hung, or did not return a list of rewards. The message has the reason."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class RewardPool:
     """Context manager that runs a function on several workers; a worker that hangs or dies is replaced."""
 
     def __init__(self, path: Path, function: str, *, workers: int, timeout_s: float) -> None:
-        """Describe the pool; processes start with the first call, and `timeout_s` limits one call."""
+        """Describe the pool. Processes start with the first call, and `timeout_s` limits one call."""
         self._path = path
         self._function = function
         self._timeout_s = timeout_s

@@ -33,7 +33,7 @@ class Rollout:
     prompt_ids: NDArray[np.int64]
     """[prompt tokens]."""
     tokens: NDArray[np.int64]
-    """Sampled tokens, [T]; the last is the end-of-text token unless the rollout is truncated."""
+    """Sampled tokens, [T]. The last is the end-of-text token unless the rollout is truncated."""
     log_probs: NDArray[np.float64]
     """Log-probability of each token in the sampler, [T]; float32 values unless run.dtype is float64."""
     finish_reason: str
@@ -129,9 +129,9 @@ WEIGHTS = "weights"
 
 
 def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: int) -> list[Sample]:
-    """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
+    """Pack rollouts into samples by best fit. Each is a document, and only its sampled tokens are targets.
 
-    Rollouts have at most seq_len + 1 tokens each; padding is a separate document.
+    Rollouts have at most seq_len + 1 tokens each. Padding is a separate document.
 
     Returns:
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
@@ -214,7 +214,7 @@ def pack_step(
     pad_id: int,
     dp_rank: int,
 ) -> StepRows:
-    """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping."""
+    """Pack the rollouts of one step and return the rows of one rank. The packing is the same under every mapping."""
     seq_len = train.seq_len
     dp = parallel.dp
     rollouts = weigh_rollouts(groups, rl, rollout.max_tokens)

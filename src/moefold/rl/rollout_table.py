@@ -1,6 +1,6 @@
 """Table of the rollouts that wait for training, with its form in a checkpoint.
 
-A row is one rollout, with the key (round, prompt, sample); its columns are tokens, log-probabilities, score and reward.
+A row is one rollout, with the key (round, prompt, sample). Its columns are tokens, log-probabilities, score and reward.
 A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order of their addition. The
 table follows the table of AsyncFlow (arXiv:2507.01663).
 """
@@ -25,7 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")
 """Codes of the column of finish reasons."""
 ROW_COLUMNS = ("round", "prompt_number", "sample_number", "tokens", "finish_reason")
-"""Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, concatenated."""
+"""Columns of the array "rows". The arrays "tokens" and "log_probs" have the tokens of all rows, concatenated."""
 FUNCTIONS = "reward_functions"
 """Key of a header: names of the reward functions, if there are several."""
 PARTS = "parts."

@@ -72,7 +72,7 @@ class RoundStatistics:
 def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float | None] | None:
     """Return the mean results of each of several reward functions by name, or None for one without a number.
 
-    The result is None for a single function; the scores are `RolloutGroup.by_function` of some groups.
+    The result is None for a single function. The scores are `RolloutGroup.by_function` of some groups.
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}

@@ -26,10 +26,10 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
     ast.Div: operator.truediv,
 }
 MAX_EXPRESSION_CHARACTERS = 1000
-"""Maximum length of an expression, because its evaluation is recursive; a longer expression is wrong."""
+"""Maximum length of an expression, because its evaluation is recursive. A longer expression is wrong."""
 _MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 1000
-"""Maximum length of a number; a longer number is wrong. Python converts at most 4300 digits, which a policy that
+"""Maximum length of a number. A longer number is wrong. Python converts at most 4300 digits, which a policy that
 repeats itself may exceed."""
 
 
@@ -94,7 +94,7 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 """Columns of the prompts that each verifier reads."""
 
 
-def column_fault(verifier: str, column: str, value: Any) -> str:
+def column_problem(verifier: str, column: str, value: Any) -> str:
     """Return the violated rule of a value of a column for which every reward would be 0; empty if there is none."""
     if value is None:
         return "must not be null"

@@ -26,7 +26,7 @@ TOLERANCE_UNIT = 1_000_000
 
 
 class TokenRanges(NamedTuple):
-    """Disjoint ranges of tokens, ascending, with a gap between any two; their rows are in this order in a buffer."""
+    """Disjoint ranges of tokens, ascending, with a gap between any two. Their rows are in this order in a buffer."""
 
     firsts: Integers
     """Number of the first token of each range."""
@@ -107,7 +107,7 @@ class Exchange:
 class AttentionPlan:
     """Tasks of a micro-batch set, in columns, by the rank that computes, then number of the first token.
 
-    A task is rows of one document; each attends to the keys of the document up to its own.
+    A task is rows of one document. Each attends to the keys of the document up to its own.
 
     Args:
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
@@ -342,14 +342,14 @@ class _Balancer:
         for rank in self._ranks:
             self._push(rank)
         for source in sorted(sources, key=lambda rank: (-self._pairs[rank], rank)):
-            tasks = self._tasks_to_give(source)
+            tasks = self._movable_tasks(source)
             # Work that is too coarse for the remaining room waits for tasks of shorter documents with finer blocks.
             for may_overfill in (False, True):
                 for task in tasks:
                     if self._pairs[source] > self._limit:
-                        yield from self._give(source, task, may_overfill=may_overfill)
+                        yield from self._move_rows(source, task, may_overfill=may_overfill)
 
-    def _tasks_to_give(self, source: int) -> list[int]:
+    def _movable_tasks(self, source: int) -> list[int]:
         """Return the tasks of a rank, in descending order of their pairs for each row that would be sent."""
         plan = self._plan
         first, stop = np.searchsorted(plan.compute_ranks_K, (source, source + 1))
@@ -357,7 +357,7 @@ class _Balancer:
         rows = 2 * plan.stops_K[tasks] - plan.firsts_K[tasks] - plan.first_keys[tasks]
         return [int(first + i) for i in np.argsort(-(plan.pairs[tasks] // rows), kind="stable")]
 
-    def _give(self, source: int, task: int, *, may_overfill: bool) -> Iterable[_Move]:
+    def _move_rows(self, source: int, task: int, *, may_overfill: bool) -> Iterable[_Move]:
         """Give rows from the end of a task until it is empty or less than half a block of its rows is too much.
 
         Args:
@@ -374,11 +374,11 @@ class _Balancer:
             block_pairs = self._pairs_before(stop) - self._pairs_before(last_cut)
             if 2 * surplus < block_pairs:
                 return
-            compute_rank = self._destination(source, document, block_pairs)
+            compute_rank = self._receiving_rank(source, document, block_pairs)
             room = self._limit - self._pairs[compute_rank]
             if room < block_pairs and not may_overfill:
                 return
-            cut = self._cut(first, stop, min(surplus, room), rounds_down=room < surplus)
+            cut = self._split_row(first, stop, min(surplus, room), rounds_down=room < surplus)
             pairs = self._pairs_before(stop) - self._pairs_before(cut)
             self._pairs[source] -= pairs
             self._pairs[compute_rank] += pairs
@@ -390,7 +390,7 @@ class _Balancer:
             stop = cut
             self._stops[task] = start + stop
 
-    def _cut(self, first: int, stop: int, needed: int, *, rounds_down: bool) -> int:
+    def _split_row(self, first: int, stop: int, needed: int, *, rounds_down: bool) -> int:
         """Return the place for a cut after which the rows of a task have about this many pairs, at least one block.
 
         Args:
@@ -418,8 +418,8 @@ class _Balancer:
         full = min(rows, window)
         return full * (full + 1) // 2 + (rows - full) * window
 
-    def _destination(self, source: int, document: int, needed: int) -> int:
-        """Return the rank that takes rows; it always has less work than the limit."""
+    def _receiving_rank(self, source: int, document: int, needed: int) -> int:
+        """Return the rank that takes rows. It always has less work than the limit."""
         room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._compute_ranks(document)}
         holder = max(room, key=lambda rank: (room[rank], -rank))
         if room[holder] >= needed:
@@ -432,7 +432,7 @@ class _Balancer:
         return compute_rank
 
     def _compute_ranks(self, document: int) -> list[int]:
-        """Return the ranks that compute rows of a document; they hold or receive keys of it."""
+        """Return the ranks that compute rows of a document. They hold or receive keys of it."""
         if document not in self._ranks_of_document:
             order, documents = self._tasks_by_document
             first, stop = np.searchsorted(documents, (document, document + 1))
@@ -463,7 +463,7 @@ class _Balancer:
 
 
 def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
-    """Return the plan after the moves; a task's moves are in order, each ends where the next move begins, backwards."""
+    """Return the plan after the moves. A task's moves are in order, each ends where the next move begins, backwards."""
     if not moves:
         return plan
     tasks, firsts, stops, compute_ranks = (np.array(column, np.int64) for column in zip(*moves, strict=True))

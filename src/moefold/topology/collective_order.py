@@ -1,8 +1,8 @@
 """Order in which each rank starts the expert collectives, checked before any rank starts.
 
 Ranks of a group deadlock if they start its collectives in different orders. Collectives over tp, cp and dp always come
-at the same place between the same two expert collectives, so it is enough that the ranks of every group except the
-pipeline groups start the same expert collectives in the same order.
+at the same place between the same two expert collectives. So it is enough that the ranks of a group, except of a
+pipeline group, start the same expert collectives in the same order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

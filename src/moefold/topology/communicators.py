@@ -48,7 +48,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator of a rank; two groups with equal communicators share one."""
+    """A communicator of a rank. Two groups with equal communicators share one."""
 
     ranks: tuple[int, ...]
     """Members, ascending."""

@@ -14,7 +14,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def num_fragments(num_layers: int, fragment_layers: int) -> int:
-    """Return the number of fragments; with `fragment_layers` of 0 there is one."""
+    """Return the number of fragments. With `fragment_layers` of 0 there is one."""
     return -(-num_layers // fragment_layers) if fragment_layers else 1
 
 

@@ -7,7 +7,7 @@ operations: no rank can deadlock, whether messages pass each other or queue up p
 whether `isend` and `irecv` block or not.
 
 A receive is posted when its message is sent in the simulation, at most `CHANNEL_CAPACITY` ahead of the stage that needs
-them, and a sent tensor is released once its message is consumed there. The memory does not grow with the number of
+it. A sent tensor is released once its message is consumed there. The memory does not grow with the number of
 micro-batches, unless the schedule itself needs that.
 """
 

@@ -106,7 +106,7 @@ def format_layout(stages: tuple[StageParts, ...]) -> str:
 
 
 def even_stages(num_layers: int, num_mtp_layers: int, num_stages: int) -> tuple[StageParts, ...]:
-    """Split consecutive layers as evenly as possible; the first stages take the remainder."""
+    """Split consecutive layers as evenly as possible. The first stages take the remainder."""
     base, extra = divmod(num_layers, num_stages)
     bounds = [0]
     for stage in range(num_stages):
@@ -231,7 +231,7 @@ def _repeat_letter(letter: str, count: int) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage (model chunk); a rank has several with virtual stages."""
+    """One pipeline stage (model chunk). A rank has several with virtual stages."""
 
     index: int
     """Position in model order, from 0."""

@@ -9,7 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.part_registry import built_in_kinds, find_part, is_built_in
-from moefold.config.pipeline_actions import SlotRow, find_fault, find_undeclared, split_pairs
+from moefold.config.pipeline_actions import SlotRow, find_problem, find_undeclared, split_pairs
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
@@ -35,7 +35,7 @@ def overlapped_schedules() -> tuple[str, ...]:
 def schedule_row(
     schedule: str | Part, rank: int, pp: int, virtual_stages: int, num_micro_batches: int, *, overlap: bool = False
 ) -> SlotRow:
-    """Return the slots of one pipeline rank; with pp=1, micro-batches follow each other under every schedule.
+    """Return the slots of one pipeline rank. With pp=1, micro-batches follow each other under every schedule.
 
     Args:
         schedule: as in `schedule_named`.
@@ -60,16 +60,16 @@ def schedule_rows(
     """
     part = schedule_named(schedule if pp > 1 else DEFAULT_SCHEDULE)
     rows = part.rows(pp, virtual_stages, num_micro_batches, overlap=overlap)
-    if not is_built_in(type(part)) and (fault := _fault_of(part, rows, pp, virtual_stages, num_micro_batches)):
+    if not is_built_in(type(part)) and (fault := _problem_of(part, rows, pp, virtual_stages, num_micro_batches)):
         raise ConfigError(f"{describe_part(part)}{fault}")
     return rows
 
 
 @lru_cache(maxsize=16384)
-def _fault_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtual_stages: int, count: int) -> str:
+def _problem_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtual_stages: int, count: int) -> str:
     """Return the error in the rows of a schedule, as it follows its name in a message; "" without an error."""
     ranks = schedule.stage_ranks(pp, virtual_stages)
-    return find_fault(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
+    return find_problem(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
 
 
 def runtime_slots(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> tuple[SlotRow, ...]:

@@ -1,7 +1,7 @@
 """Placement of the tokens of a micro-batch set on the dp x cp ranks: the token in each slot of each rank.
 
 Micro-batch set j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides
-only where tokens are computed; the result is the same. Documents are contiguous parts of a sample whose tokens attend
+only where tokens are computed. The result is the same. Documents are contiguous parts of a sample whose tokens attend
 to each other only; together they cover it.
 
 Tokens of a micro-batch set have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1.
@@ -65,7 +65,7 @@ class Placement:
         shape: ranks and tokens of the micro-batch set.
         bounds_N: number of the first token of each document, ascending from 0, and then the number of tokens, int64.
         ranks_M: rank of each run, int64, ascending.
-        firsts_M: number of the first token of each run; the runs of a rank are in the order of its slots.
+        firsts_M: number of the first token of each run. The runs of a rank are in the order of its slots.
         lengths_M: tokens of each run, at least 1.
     """
 
@@ -92,7 +92,7 @@ def document_bounds(shape: MicroBatchSetShape, documents_of_samples: Sequence[Se
 
     Args:
         documents_of_samples: for each sample of the micro-batch set the start positions of its documents, ascending
-            from 0; the end of the sample may follow.
+            from 0. The end of the sample may follow.
 
     Raises:
         ValueError: the documents do not match the samples of the micro-batch set.
@@ -116,10 +116,10 @@ def place_tokens(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Inte
     Args:
         kind: "samples": each sample is split over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
             (arXiv:2407.21783 sec. 3.3.2). "documents": each document of the sample is split in this way (WLB-LLM,
-            arXiv:2503.17924), into 2*cp chunks of whole blocks; the ranks share the rest in contiguous parts.
-            "balanced": the documents of the set, longest first, go to the rank of all dp x cp ranks with the fewest
-            visible pairs that has room (arXiv:2502.21231); a document that fits nowhere is split over the ranks with
-            the most room, in chunks as above.
+            arXiv:2503.17924), into 2*cp chunks of whole blocks. The ranks share the rest in contiguous parts.
+            "balanced": the documents of the set are placed longest first. Each goes to the rank with room that has the
+            fewest visible pairs, of all dp x cp ranks (arXiv:2502.21231). A document that fits nowhere is split over
+            the ranks with the most room, in chunks as above.
         bounds_N: see `document_bounds`.
         block: chunks of documents are multiples of this, in tokens.
     """
@@ -152,7 +152,7 @@ def _place_samples(shape: MicroBatchSetShape, bounds_N: Integers) -> Placement:
 
 
 def _place_documents(shape: MicroBatchSetShape, bounds_N: Integers, block: int) -> Placement:
-    """Split each document over the cp ranks of its sample; each rank gets S/cp tokens of each sample."""
+    """Split each document over the cp ranks of its sample. Each rank gets S/cp tokens of each sample."""
     cp = shape.cp
     lengths = np.diff(bounds_N)
     size = lengths // (2 * cp * block) * block

@@ -114,7 +114,7 @@ class BatchBuilder:
             bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
         if self._placer is not None and self._placer.moves_tokens:
             if starts is None:
-                # `validate/unused.py` refuses the key in a recipe; a Config made in Python has no given keys.
+                # `validate/unused.py` refuses the key in a recipe. A Config made in Python has no given keys.
                 raise ConfigError(
                     f"parallel.context.placement={self._placer.kind!r} places documents, and the samples have none; "
                     "set data.document_end or data.document_index, or choose placement='samples'"

@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.recipe_differences import SampleOrder, data_order_change, moved_data_message, relocated
+from moefold.checkpoint.recipe_differences import (
+    SampleOrder,
+    data_order_change,
+    moved_data_message,
+    with_recipe_file_names,
+)
 from moefold.comm.groups import World, current_world
 from moefold.config.data import DataConfig
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences
@@ -88,6 +93,6 @@ class RunDataFiles:
         Returns:
             The metadata with the present names of the files, and a message about files that have moved.
         """
-        found = relocated(meta, self.order, self.fingerprints)
+        found = with_recipe_file_names(meta, self.order, self.fingerprints)
         self.initial = found.data_files
         return found, moved_data_message(found, self.order)

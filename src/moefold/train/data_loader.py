@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class DataLoader:
-    """Loads this rank's shard of each batch; with data.corrupt="skip" a corrupt file is dropped on all ranks."""
+    """Loads this rank's shard of each batch. With data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
     train_sampler: Sampler
     """The training samples; set by `open`, like `validation_sampler`."""
@@ -243,7 +243,7 @@ def resolve_token_files(
         The token files; None for other kinds of data.
 
     Raises:
-        ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0; all files are lost.
+        ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0. All files are lost.
     """
     if data.kind != "tokens":
         return None

@@ -31,7 +31,7 @@ from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.exactness import replays_routing
 from moefold.validate.memory_savings import check_memory_device, check_offload_device, ssd_offload_keys
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
-from moefold.validate.parallel import check_schedule_file
+from moefold.validate.pipeline import check_schedule_file
 
 
 def check_machine(cfg: Config) -> None:

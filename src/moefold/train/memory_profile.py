@@ -105,7 +105,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
     caches values of a device mesh, including this rank's coordinate, for all equal meshes of the process.
     """
     with block_signals([signal.SIGINT], starts_python=False):
-        # The child must not handle Ctrl-C; this process does.
+        # The child must not handle Ctrl-C. This process does.
         pool = multiprocessing.get_context("fork").Pool(1)
     with pool:
         return pool.apply(_state_bytes_in_child, (cfg, rank))

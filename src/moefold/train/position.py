@@ -9,7 +9,7 @@ from moefold.config.checkpoint import CheckpointConfig
 
 @dataclass
 class Position:
-    """Progress of a run. Only its methods change it; each field but `restarts_data` is saved and restored."""
+    """Progress of a run. Only its methods change it. Each field but `restarts_data` is saved and restored."""
 
     step: int = 0
     """Steps done."""

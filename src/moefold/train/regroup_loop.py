@@ -110,7 +110,7 @@ class RankLossLog(Callback):
 
 
 def _drop_frames(error: Exception) -> None:
-    """Drop the stack frames of an exception and of its causes, which hold the model; their text becomes a note."""
+    """Drop the stack frames of an exception and of its causes, which hold the model. Their text becomes a note."""
     chain: list[BaseException] = [error]
     for cause in chain:
         chain += [other for other in (cause.__cause__, cause.__context__) if other is not None and other not in chain]
@@ -219,7 +219,7 @@ class RegroupLoop:
 
     Args:
         watchdog: reports the last activity of a lost rank.
-        train: trains one generation; nothing may hold its groups once it has returned or raised.
+        train: trains one generation. Nothing may hold its groups once it has returned or raised.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class RegroupLoop:
                 _drop_frames(failure)
             self._free_groups()
             try:
-                generation = self._regroup.next(self._facts(), self._choose_members)
+                generation = self._regroup.agree_on_next(self._facts(), self._choose_members)
             except NoRankLostError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
@@ -294,7 +294,7 @@ class RegroupLoop:
         if self._regroup.is_spare:
             recorder.set_phase("waiting as a spare rank")
             self._on_spare()
-            return self._regroup.await_change()
+            return self._regroup.wait_as_spare()
         cfg = without_lost_ranks(self._cfg, len(generation.members))
         if self._rank_loss is None:
             return self._train(self._cfg, (), (), self._history)
@@ -327,7 +327,7 @@ class RegroupLoop:
 
     def _describe_end(self, rank: int) -> str:
         """Return the last activity of a lost rank, and how its process ended."""
-        how = self._regroup.how_it_ended(rank)
+        how = self._regroup.exit_description(rank)
         return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
 
     def _facts(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     been lost meanwhile.
 
     Args:
-        settings: the keys of the run as "section.key"; it may lack some, and hold anything.
+        settings: the keys of the run as "section.key". It may lack some, and hold anything.
         left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
     """
     # The settings that determine the number of steps, with the files of the data.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RunLog:
-    """The run folder's files and the progress line; only rank 0 has one."""
+    """The run folder's files and the progress line. Only rank 0 has one."""
 
     def __init__(
         self,

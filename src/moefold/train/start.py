@@ -38,7 +38,7 @@ from moefold.train.machine_checks import (
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
-from moefold.validate.rollout_experts import check_fetching_ranks
+from moefold.validate.rl import check_fetching_ranks
 from moefold.validate.unused import check_unused_keys
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ class DataEvent:
 
 
 class StepData(Protocol):
-    """Source of the batches of a run; each rank has its own. All its methods are collective."""
+    """Source of the batches of a run. Each rank has its own. All its methods are collective."""
 
     files: RunDataFiles
     events: list[DataEvent]

@@ -156,7 +156,7 @@ class TrainingStep:
         return [] if self._fsdp_hooks is None else self._fsdp_hooks.gathered
 
     def run(self, batch: Batch, step: int) -> StepResult:
-        """Train on this rank's shard of a global batch, see `run_polled`; no stop flag is polled."""
+        """Train on this rank's shard of a global batch, see `run_polled`. No stop flag is polled."""
         return self.run_polled(batch, step, tuple)
 
     def run_polled(self, batch: Batch, step: int, flags: StopFlags) -> StepResult:

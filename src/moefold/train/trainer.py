@@ -166,7 +166,7 @@ class Trainer:
         result = self.train_step.run_polled(batch, self.position.step + 1, lambda: context.stop.flags)
         step_time_s = clock() - started_s
         if context.log is not None:
-            context.log.report_stop(self.position.step + 1, clock.take_stopped_s())
+            context.log.report_stop(self.position.step + 1, clock.pop_stopped_s())
         self.checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None

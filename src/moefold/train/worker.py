@@ -12,7 +12,7 @@ import torch
 
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.private_torch import set_aside_process_groups
+from moefold.comm.private_torch import without_process_groups
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
@@ -288,7 +288,7 @@ class _RunLocks:
         """Acquire the locks unless this process holds them.
 
         Args:
-            starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
+            starts_run: whether the job starts. A successor of rank 0 finds the files that the job has written.
         """
         if self._is_held:
             return
@@ -343,11 +343,11 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
         )
     with restored_process_state(), program_ranks(recipe.cfg.faults.timeout_s) as ranks:
         rank_env = ranks.rank_env
-        setup = ranks.agree(partial(set_up_run, recipe, rank_env, program.data))
-        if finished := ranks.first(finished_outcome(setup)):
+        setup = ranks.run_on_all_ranks(partial(set_up_run, recipe, rank_env, program.data))
+        if finished := ranks.value_of_rank0(finished_outcome(setup)):
             return finished
-        device_type = ranks.agree(partial(choose_training_device, setup, rank_env))
+        device_type = ranks.run_on_all_ranks(partial(choose_training_device, setup, rank_env))
         ranks.check_devices(device_type)
-        ranks.agree(partial(prepare_data, setup, rank_env))
-        with set_aside_process_groups():
+        ranks.run_on_all_ranks(partial(prepare_data, setup, rank_env))
+        with without_process_groups():
             return train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)

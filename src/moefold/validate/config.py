@@ -17,23 +17,23 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import group_at, slot_fault, wrong_kind
+from moefold.config.suggestions import group_at, part_class_problem, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
+from moefold.validate.data import DATA_RULES
+from moefold.validate.faults import FAULT_RULES, REGROUP_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory_savings import OFFLOAD_RULES, validate_memory, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing
-from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
-from moefold.validate.regroup import REGROUP_RULES
-from moefold.validate.rl import RL_RULES, validate_vllm
-from moefold.validate.rollout_experts import validate_rollout_experts
-from moefold.validate.shortcut import validate_shortcut
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing, validate_shortcut
+from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
+from moefold.validate.pipeline import validate_rows
+from moefold.validate.rl import RL_RULES, validate_rollout_experts, validate_vllm
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES, SPARSE_TRAINING_RULES, validate_selection_stages
-from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
+from moefold.validate.train import KERNEL_RULES, TRAIN_RULES
 
 
 def validate_layer_words(model: ModelConfig) -> Iterator[Problem]:
@@ -121,7 +121,7 @@ def _slot_problems(cfg: Config) -> Iterator[Problem]:
             continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
-        elif fault := slot_fault(name, owner):
+        elif fault := part_class_problem(name, owner):
             yield Problem("", None, f"{describe_part(value)} {fault}")
 
 

@@ -126,7 +126,7 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
     """Return the bytes of draws of each stage when sampling: one rank of each tp group of the last stage draws.
 
-    On a CPU, whose ranks share memory, this is the mean of the ranks; on GPUs it is for the rank that draws.
+    On a CPU, whose ranks share memory, this is the mean of the ranks. On GPUs it is for the rank that draws.
     """
     return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
 
@@ -165,7 +165,7 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
         sizes: list[list[int]] = [[] for _ in by_stage]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
             sizes[view.coordinate(rank, "pp")].append(size)
-        # The ranks of a stage differ under the other mapping; their mean is a lower bound for the fullest rank.
+        # The ranks of a stage differ under the other mapping. Their mean is a lower bound for the fullest rank.
         for parts, stage_sizes in zip(by_stage, sizes, strict=True):
             parts["rollout weights"] = sum(stage_sizes) // len(stage_sizes)
     return tuple(by_stage)

@@ -1,31 +1,24 @@
-"""Rules on the optimizer, learning-rate schedule, evaluation, checkpoints, data, failure handling and kernels."""
+"""Rules on the learning-rate schedule, evaluation, MTP, loss chunks, local paths and kernels."""
 
-import math
 from collections.abc import Iterator
 
 from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import describe_part
-from moefold.config.part_table import shown_value
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
-from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, is_remote
-
-PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
-"""Kinds of data whose documents form one stream, which `data.packing` splits into samples."""
+from moefold.validate.checkpoint import validate_keep_best, validate_resume, validate_upcycling
+from moefold.validate.data import has_validation_split, validate_document_end, validate_packing
 
 
 def validate_learning_rate(
@@ -63,68 +56,11 @@ def validate_evaluation(train: TrainConfig, data: DataConfig) -> Iterator[Proble
         yield Problem("train.eval_every", train.eval_every, rule, "choose validation_fraction=0.05, or eval_every=0")
 
 
-def validate_keep_best(train: TrainConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> Iterator[Problem]:
-    """Check that checkpoints have a held-out loss for their comparison."""
-    every = checkpoint.every
-    eval_every = train.eval_every
-    if not checkpoint.keep_best:
-        return
-    if rl.is_on:
-        rule = "compares held-out losses, and reinforcement learning is evaluated by rewards"
-        way_out = "set checkpoint.keep_best=false, and keep=0 to keep all checkpoints"
-        yield Problem("checkpoint.keep_best", True, rule, way_out)
-    elif not eval_every:
-        rule = "compares held-out losses, and train.eval_every=0 computes none"
-        yield Problem("checkpoint.keep_best", True, rule, "set eval_every")
-    elif every % eval_every:
-        rule = (
-            f"must be a multiple of train.eval_every={eval_every} with checkpoint.keep_best=true, so that each "
-            "checkpoint has a held-out loss"
-        )
-        way_out = f"choose every={nearest_multiples(every, eval_every)}, or another eval_every"
-        yield Problem("checkpoint.every", every, rule, way_out)
-
-
 def validate_mtp(model: ModelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that some position of a sample has an MTP target at every depth."""
     if model.mtp_layers >= train.seq_len:
         rule = f"must be below train.seq_len={train.seq_len}: no position has a target so far ahead"
         yield Problem("model.mtp_layers", model.mtp_layers, rule, f"choose 0 to {train.seq_len - 1}")
-
-
-def validate_packing(data: DataConfig) -> Iterator[Problem]:
-    """Check that best-fit packing knows the documents, and that no document can vanish."""
-    if data.packing != "best_fit" or data.kind not in PACKED_KINDS:
-        return
-    if data.document_end < 0 and not data.document_index:
-        rule = "packs documents, and the recipe does not say where they end"
-        way_out = (
-            "set data.document_end to the token that ends documents, or data.document_index=true for files of "
-            "`moefold tokenize`"
-        )
-        yield Problem("data.packing", "best_fit", rule, way_out)
-    if data.streaming:
-        rule = "reads all documents before it packs them, and data.streaming=true reads each once"
-        yield Problem("data.packing", "best_fit", rule, "set streaming=false, or packing='concatenate'")
-    if data.corrupt == "skip":
-        rule = "packs the documents of all files together, and data.corrupt='skip' leaves files out"
-        yield Problem("data.packing", "best_fit", rule, "set corrupt='fatal', or packing='concatenate'")
-
-
-def validate_document_end(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
-    """Check that the document-end token is in the vocabulary."""
-    end = data.document_end
-    vocab_size = model.vocab_size
-    if end >= vocab_size:
-        rule = f"must be below model.vocab_size={vocab_size}"
-        way_out = "choose an id of the vocabulary, or -1 for samples of one document"
-        yield Problem("data.document_end", end, rule, way_out)
-
-
-def validate_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    """Check that checkpoint.resume is not empty."""
-    if not checkpoint.resume:
-        yield Problem("checkpoint.resume", "", "must be 'auto', 'never' or the path of a checkpoint")
 
 
 def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
@@ -146,36 +82,6 @@ def validate_local_files(moe: MoEConfig, rollout: RolloutConfig) -> Iterator[Pro
 def _remote_path(key: str, path: str, way_out: str) -> Iterator[Problem]:
     if is_remote(path):
         yield Problem(key, path, "must be a path of this machine, not a URL", way_out)
-
-
-def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    """Check the settings that are incompatible with initial weights from a dense model."""
-    if not checkpoint.upcycle:
-        return
-    name = f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}"
-    if start := checkpoint.init_from:
-        yield Problem("checkpoint.init_from", start, f"and {name} both give the first weights", "leave one of them out")
-    if lora.rank:
-        rule = f"{name} makes weights that no folder has, and lora.rank={lora.rank} needs a base"
-        yield Problem("", None, rule, "run moefold upcycle, and name its result in checkpoint.init_from")
-    part = model.routed
-    if part is None:
-        return
-    if part.router.num_groups > 1:
-        rule = (
-            f"{name} makes groups of experts of its own, and model.ffn.moe.router.num_groups={part.router.num_groups} "
-            "would choose between their members"
-        )
-        yield Problem("", None, rule, "set model.ffn.moe.router.num_groups=1")
-    if part.zero_experts:
-        rule = f"is incompatible with {name}: each token would lose the part of the dense layer that it routes to them"
-        yield Problem("model.ffn.moe.zero_experts", part.zero_experts, rule, "leave one of them out")
-    if part.router.uniform_weight(part.num_experts) is None:
-        router = describe_part(getattr(part.router, "softmax", part.router))
-        rule = (
-            f"{router} weighs the experts of a token without a fixed sum, so that they do not add up to the dense layer"
-        )
-        yield Problem("", None, f"{rule} of {name}", "choose 'pre' or 'post'")
 
 
 def validate_loss_chunk(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
@@ -204,68 +110,6 @@ TRAIN_RULES = (
     validate_local_paths,
     validate_local_files,
 )
-
-
-def validate_data_weights(data: DataConfig) -> Iterator[Problem]:
-    """Check that data.weights has one positive number for each path."""
-    if not data.weights:
-        return
-    num_paths = 1 if isinstance(data.path, str) else len(data.path)
-    if len(data.weights) != num_paths:
-        rule = f"must have one number for each of the {num_paths} paths of data.path"
-        way_out = "list as many, or leave weights out to join the paths by their sizes"
-        yield Problem("data.weights", list(data.weights), rule, way_out)
-    if not all(0 < weight < math.inf for weight in data.weights):
-        rule = "must be greater than 0"
-        yield Problem("data.weights", list(data.weights), rule, "leave out the paths without a share")
-
-
-def validate_data_source(data: DataConfig) -> Iterator[Problem]:
-    """Check the column and the splits of a Hugging Face data set."""
-    if not data.column:
-        yield Problem("data.column", "", "must name the column of the text", "the default is 'text'")
-    if not data.split:
-        yield Problem("data.split", "", "must name a split", "the default is 'train'")
-    if data.validation_split and data.validation_split == data.split:
-        rule = "must not be the split that is trained on"
-        way_out = "leave it out to hold out data.validation_fraction of it"
-        yield Problem("data.validation_split", data.validation_split, rule, way_out)
-
-
-def has_validation_split(data: DataConfig) -> bool:
-    """Return whether evaluation uses a separate split."""
-    return data.kind == "huggingface" and bool(data.validation_split)
-
-
-DATA_RULES = (validate_data_weights, validate_data_source)
-
-
-def validate_rollback(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> Iterator[Problem]:
-    """Check that a rollback has checkpoints to load."""
-    every = checkpoint.every
-    steps = run.steps
-    for key in ("nonfinite", "spike"):
-        if getattr(faults, key) == "rollback" and not 0 < every < steps:
-            rule = (
-                f"needs checkpoints to go back to, and checkpoint.every={every} saves none before the end of the "
-                f"run, run.steps={steps}"
-            )
-            way_out = f"set checkpoint.every below {steps}, or faults.{key}='skip'"
-            yield Problem(f"faults.{key}", "rollback", rule, way_out)
-
-
-def validate_peer_snapshots(checkpoint: CheckpointConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[Problem]:
-    """Check that snapshots contain the whole state of the run."""
-    every = checkpoint.peer_every
-    if every > 0 and rl.is_on:
-        rule = "has no copy of rollouts and of the reference model of reinforcement learning"
-        yield Problem("checkpoint.peer_every", every, rule, "set checkpoint.peer_every=0")
-    if every > 0 and sites.is_active:
-        rule = "has no copy of the state of the outer optimizer of sites"
-        yield Problem("checkpoint.peer_every", every, rule, "set checkpoint.peer_every=0")
-
-
-FAULT_RULES = (validate_rollback, validate_peer_snapshots)
 
 
 def validate_kernels(run: RunConfig, train: TrainConfig) -> Iterator[Problem]:

@@ -21,10 +21,11 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, group_at, join_with_or
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
+from moefold.validate.data import has_validation_split
 from moefold.validate.exactness import caches_latents, inexact_settings
 from moefold.validate.memory_savings import ssd_offload_keys
 from moefold.validate.rl import uses_python_reward
-from moefold.validate.train import compiles_parts, has_validation_split
+from moefold.validate.train import compiles_parts
 
 MOST_CHOICES = 4
 """Maximum number of values of a key in a remedy."""
@@ -291,12 +292,12 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
     return idle
 
 
-def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
+def why_unread(cfg: Config, annotations: Iterable[ReadIf]) -> tuple[str, str] | None:
     """Return reason and remedy for a key that is not read under its conditions, or None if it is read."""
-    for condition_mark in marks:
-        conditions = condition_mark.conditions.split()
+    for annotation in annotations:
+        conditions = annotation.conditions.split()
         values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}
-        if not any(holds(condition, value) for condition, value in values.items()):
+        if not any(condition_holds(condition, value) for condition, value in values.items()):
             terms = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
             return f"nothing reads it with {terms}", f"set {join_with_or(list(map(_way_out, conditions)))}"
     return None
@@ -308,7 +309,7 @@ def _parse(condition: str) -> tuple[str, list[str], bool]:
     return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
 
 
-def holds(condition: str, value: Any) -> bool:
+def condition_holds(condition: str, value: Any) -> bool:
     """Return whether a value meets a condition on its key."""
     key, words, must_equal = _parse(condition)
     if not words:
@@ -340,7 +341,7 @@ def _has_layers(model: ModelConfig) -> bool:
 
 
 def _is_set(cfg: Config, name: str) -> bool:
-    """Return whether a key differs from its default; a key of an absent table does not."""
+    """Return whether a key differs from its default. A key of an absent table does not."""
     owner, _, setting = name.rpartition(".")
     table = read_key(cfg, owner)
     part: Any = type(table)

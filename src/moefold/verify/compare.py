@@ -103,7 +103,7 @@ def run_oracle(
     eval_loss = oracle.evaluate(oracle_batch(dataset.validation, cfg.train, range(size)))
     oracle.check_keys()
     weights = {name: w.detach() for name, w in oracle.weights.items()} | oracle.router.buffers()
-    gain = _rounding_gain(cfg.train, num_steps)
+    gain = _rounding_amplification(cfg.train, num_steps)
     return OracleRecord(
         initial, steps[0].gradients, weights, tuple(steps), eval_loss, gain, has_program_objective=objective is not None
     )
@@ -111,24 +111,24 @@ def run_oracle(
 
 def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecord:
     """Return the results of one rank of the same code, which replace the oracle's."""
-    gain = _rounding_gain(train, len(alone.steps))
+    gain = _rounding_amplification(train, len(alone.steps))
     return OracleRecord(alone.initial, alone.gradients, alone.weights, alone.steps, alone.eval_loss, gain)
 
 
-def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
+def _rounding_amplification(train: TrainConfig, num_steps: int) -> float:
     return num_steps * train.lr / chosen_in(train, OptimizerPart).smallest_divisor
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
-    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor; the
+    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor. The
     error of a number is its relative deviation. The error is infinite if a tensor is missing on one side, has another
     shape, or contains NaN.
 
     A gradient that is zero (`zero_gradients`), exactly or up to rounding, has no magnitude of its own: its deviation is
     divided by the largest gradient of its layer. If the gradient is only rounding, or the weight is zero, AdamW's share
-    of the deviation of the weight is subtracted, and the rest divided by the largest weight of the layer. A number that
+    of the deviation of the weight is subtracted. The rest is divided by the largest weight of the layer. A number that
     is exactly zero in the oracle, or a tensor of a layer of zeros, is compared by its absolute deviation.
 
     Raises:
@@ -145,12 +145,12 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
                 errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
             errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)
         errors.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
-    for part, yardsticks in _yardsticks(oracle).items():
-        errors += _tensor_errors(part, getattr(oracle, part), yardsticks, [getattr(record, part) for record in ranks])
+    for part, error_scales in _error_scales(oracle).items():
+        errors += _tensor_errors(part, getattr(oracle, part), error_scales, [getattr(record, part) for record in ranks])
     return sorted(errors, key=lambda error: -error.error)
 
 
-def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[NamedError]:
+def sort_by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[NamedError]:
     """Sort differences by closeness to the cause: tensors by part and layer, then numbers by step.
 
     A wrong forward pass changes all later layers. A wrong backward pass, with correct losses in the first step, changes
@@ -182,7 +182,7 @@ def zero_gradients(gradients: Weights) -> list[str]:
     of a query changes no probability. Or no loss of the step depends on the parameter.
     """
     layer_scales = _layer_scales(gradients)
-    return [name for name, x in _own_scales(gradients).items() if x <= ROUNDING_SHARE * layer_scales[_layer_of(name)]]
+    return [name for name, x in _scales(gradients).items() if x <= ROUNDING_SHARE * layer_scales[_layer_of(name)]]
 
 
 def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]]:
@@ -246,7 +246,7 @@ def _layer_of(name: str) -> str:
     return ".".join(words[:2]) if words[0] == "layers" else words[0]
 
 
-def _own_scales(tensors: Weights) -> dict[str, float]:
+def _scales(tensors: Weights) -> dict[str, float]:
     """Return the largest magnitude of each tensor."""
     return {name: float(tensor.abs().max()) for name, tensor in tensors.items()}
 
@@ -254,13 +254,13 @@ def _own_scales(tensors: Weights) -> dict[str, float]:
 def _layer_scales(tensors: Weights) -> dict[str, float]:
     """Return the largest magnitude of the tensors of each layer."""
     scales: dict[str, float] = {}
-    for name, scale in _own_scales(tensors).items():
+    for name, scale in _scales(tensors).items():
         scales[_layer_of(name)] = max(scale, scales.get(_layer_of(name), 0.0))
     return scales
 
 
 @dataclass(frozen=True)
-class _Yardstick:
+class _ErrorScale:
     """Rounding and scale for the deviation of a tensor without its own magnitude."""
 
     rounding: float
@@ -269,32 +269,32 @@ class _Yardstick:
     """Divisor of the rest; 0: none."""
 
 
-def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
-    """Return the yardsticks of initial weights, gradients and weights without their own magnitude."""
+def _error_scales(oracle: OracleRecord) -> dict[str, dict[str, _ErrorScale]]:
+    """Return the error scales of initial weights, gradients and weights without their own magnitude."""
     layer_gradients = _layer_scales(oracle.gradients)
-    own_gradients = _own_scales(oracle.gradients)
-    own_weights = _own_scales(oracle.weights)
+    gradient_scales = _scales(oracle.gradients)
+    weight_scales = _scales(oracle.weights)
     layer_initial = _layer_scales({name: oracle.initial[name] for name in oracle.gradients})
     scales = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
     initial = {
-        name: _Yardstick(0.0, layer_initial.get(_layer_of(name), 0.0))
-        for name, x in _own_scales(oracle.initial).items()
+        name: _ErrorScale(0.0, layer_initial.get(_layer_of(name), 0.0))
+        for name, x in _scales(oracle.initial).items()
         if x == 0
     }
     gradients = {}
-    weights = {name: _Yardstick(0.0, scales.get(_layer_of(name), 0.0)) for name, x in own_weights.items() if x == 0}
+    weights = {name: _ErrorScale(0.0, scales.get(_layer_of(name), 0.0)) for name, x in weight_scales.items() if x == 0}
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
-        gradients[name] = _Yardstick(0.0, layer_gradients[layer])
+        gradients[name] = _ErrorScale(0.0, layer_gradients[layer])
         # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient (idle experts).
-        if own_gradients[name] > 0 or own_weights[name] == 0:
+        if gradient_scales[name] > 0 or weight_scales[name] == 0:
             rounding = ROUNDING_SHARE * layer_gradients[layer] * oracle.rounding_gain
-            weights[name] = _Yardstick(rounding, scales[layer])
+            weights[name] = _ErrorScale(rounding, scales[layer])
     return {"initial": initial, "gradients": gradients, "weights": weights}
 
 
 def _tensor_errors(
-    part: str, expected: Weights, yardsticks: Mapping[str, _Yardstick], actual: Sequence[Weights]
+    part: str, expected: Weights, error_scales: Mapping[str, _ErrorScale], actual: Sequence[Weights]
 ) -> list[NamedError]:
     errors = []
     names = set(expected).union(*actual)
@@ -303,21 +303,21 @@ def _tensor_errors(
         if not gathered or name not in expected:
             errors.append(NamedError(f"{part} {name} (missing on one side)", float("inf")))
         errors += [
-            NamedError(f"{part} {name}", _tensor_error(tensor, expected[name], yardsticks.get(name)))
+            NamedError(f"{part} {name}", _tensor_error(tensor, expected[name], error_scales.get(name)))
             for tensor in gathered
             if name in expected
         ]
     return errors
 
 
-def _tensor_error(actual: Tensor, expected: Tensor, yardstick: _Yardstick | None) -> float:
+def _tensor_error(actual: Tensor, expected: Tensor, error_scale: _ErrorScale | None) -> float:
     if actual.shape != expected.shape:
         return float("inf")
     deviation = float((actual.double() - expected).abs().max())
-    if yardstick is None:
+    if error_scale is None:
         return _error_ratio(deviation, float(expected.abs().max()))
-    beyond_rounding = deviation - min(deviation, yardstick.rounding)
-    return _error_ratio(beyond_rounding, yardstick.scale)
+    beyond_rounding = deviation - min(deviation, error_scale.rounding)
+    return _error_ratio(beyond_rounding, error_scale.scale)
 
 
 def _relative_error(actual: float, expected: float) -> float:

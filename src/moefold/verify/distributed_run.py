@@ -24,7 +24,7 @@ from moefold.validate.config import check_config
 
 @dataclass(frozen=True)
 class DistributedRecord:
-    """Results of one rank after a run; only the first rank of a pipeline stage has its tensors."""
+    """Results of one rank after a run. Only the first rank of a pipeline stage has its tensors."""
 
     initial: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -103,7 +103,7 @@ def run_on_groups(
 
 
 def open_samples(cfg: Config) -> Dataset:
-    """Open the data of a recipe; the reference of pairs has a uniform distribution, because no pass computes it."""
+    """Open the data of a recipe. The reference of pairs has a uniform distribution, because no pass computes it."""
     dataset = open_dataset(**dataset_request(cfg))
     if dataset.reference is not None:
         dataset.reference.fill_uniform(cfg.model.vocab_size)

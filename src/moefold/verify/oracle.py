@@ -69,7 +69,7 @@ class OracleBatch:
     documents: Tensor
     """Document index of each token, [n, S+1]."""
     weights: Tensor
-    """Loss weight of each target, float64 [n, S]; the first token of a document always has weight 0."""
+    """Loss weight of each target, float64 [n, S]. The first token of a document always has weight 0."""
     weight_scale: Tensor
     """Factor of each target's share of the loss, float64 [n, S]."""
     is_token: Tensor
@@ -98,7 +98,7 @@ class Oracle:
     """Reference trainer of `weights` (float64, by name).
 
     Args:
-        cfg: the recipe; of its mapping, only `chunks`, and dp for `aux_kind = "global_batch"`, have an effect.
+        cfg: the recipe. Of its mapping, only `chunks`, and dp for `aux_kind = "global_batch"`, have an effect.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: `train.loss`.
@@ -228,7 +228,7 @@ class Oracle:
 
     @cached_property
     def _specs(self) -> Mapping[str, ParamSpec]:
-        """Shapes and groups of the weights, by name; other parameters have been refused."""
+        """Shapes and groups of the weights, by name. Other parameters have been refused."""
         return training_weights(self._recipe.model, self._recipe.lora)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Oracle attention: positions, masked keys, RoPE with its scalings, and the indexer of sparse attention.
 
-Written from the papers' formulas; no code is shared with the trainer. The indexer (arXiv:2512.02556) scores by the
+Written from the papers' formulas. No code is shared with the trainer. The indexer (arXiv:2512.02556) scores by the
 formula of its part and selects by sorting.
 """
 

@@ -36,7 +36,7 @@ class AdaptedWeights(Mapping[str, Tensor]):
         return weight + self._lora.alpha / self._lora.rank * product
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a weight of this name; no weight is read."""
+        """Return whether there is a weight of this name. No weight is read."""
         return name in self._weights
 
     def __iter__(self) -> Iterator[str]:
@@ -49,7 +49,7 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """Weights of one module by their names in it; each access reads the weight of the model."""
+    """Weights of one module by their names in it. Each access reads the weight of the model."""
 
     def __init__(self, weights: Mapping[str, Tensor], module: str) -> None:
         self._weights = weights
@@ -60,7 +60,7 @@ class ModuleWeights(Mapping[str, Tensor]):
         return self._weights[self._prefix + name]
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the module has a weight of this name; no weight is read."""
+        """Return whether the module has a weight of this name. No weight is read."""
         return f"{self._prefix}{name}" in self._weights
 
     def __iter__(self) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Oracle routing: scores, top-k choice, token dropping, balancing and auxiliary losses, token by token.
 
-Shapes are batch-first, [B, S, ...]; no code is shared with the trainer.
+Shapes are batch-first, [B, S, ...]. No code is shared with the trainer.
 """
 
 import hashlib
@@ -94,9 +94,11 @@ class OracleRouter:
         self._drop_scopes = formula_of(chosen_in(moe, DropScopePart))
         scope = chosen_in(moe, BalanceScopePart)
         self._balanced_pairs = formula_of(scope)
-        uses_last_counts = self.aux_coefficient > 0 and scope.keeps_counts
+        uses_last_batch_load = self.aux_coefficient > 0 and scope.keeps_counts
         empty = torch.zeros(model.num_router_choices, dtype=torch.int64)
-        self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
+        self.last_counts = (
+            {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_batch_load else {}
+        )
 
     @property
     def aux_coefficient(self) -> float:
@@ -158,7 +160,7 @@ class OracleRouter:
         if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
         pairs = self._balanced_pairs(batches, self.last_counts.get(last_counts_name(layer)), self._num_micro_batches)
-        # Each token of the global batch has the same weight; padding has weight 0.
+        # Each token of the global batch has the same weight. Padding has weight 0.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
         shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in pairs]
         return self._model.num_router_choices * torch.stack(shares).sum() / num_tokens

@@ -52,7 +52,7 @@ def _is_default(owner: Any, field: Field, value: Any) -> bool:
 
 
 class _Watched:
-    """Stand-in for a dataclass instance; a field is recorded when it is first read, and then an attribute."""
+    """Stand-in for a dataclass instance. A field is recorded when it is first read, and then an attribute."""
 
     def __init__(self, value: Any, prefix: str, names: set[str]) -> None:
         self._value = value

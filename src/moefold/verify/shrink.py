@@ -41,7 +41,7 @@ MAX_MTP_LAYERS = 2
 MAX_RANKS = 16
 """Limit of the ranks of a small recipe, if its mapping allows so few."""
 MAX_STAGES = 8
-"""Limit of the pipeline stages over all ranks; above it the number of virtual stages is reduced."""
+"""Limit of the pipeline stages over all ranks. Above it the number of virtual stages is reduced."""
 AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 
 
@@ -148,7 +148,7 @@ def _is_legal(cfg: Config) -> bool:
 def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     model = _small_layers(cfg.model, parallel)
     train = _shrink_train(cfg.parallel, cfg.train, parallel)
-    to = SmallSizes(
+    small_sizes = SmallSizes(
         tp=parallel.tp,
         cp=parallel.cp,
         dp=parallel.dp,
@@ -164,7 +164,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     model = replace(
         model,
         preset="",
-        hidden_size=lcm(to.head_dim * 4, parallel.etp, parallel.tp),
+        hidden_size=lcm(small_sizes.head_dim * 4, parallel.etp, parallel.tp),
         # A vocabulary that tp does not divide keeps this property.
         vocab_size=VOCAB_SHARD_SIZE * parallel.tp - (model.vocab_size % cfg.parallel.tp > 0),
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
@@ -183,12 +183,12 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
         sites=SitesConfig(),
     )
-    small = replace(small, model=_small_parts(small.model, to))
-    to = replace(to, rotary_dim=small.model.rope_settings.rotary_dim)
+    small = replace(small, model=_small_parts(small.model, small_sizes))
+    small_sizes = replace(small_sizes, rotary_dim=small.model.rope_settings.rotary_dim)
     for part in chosen_parts(small):
         # Parts inside the experts shrink with the experts.
         if not part.key.startswith("model.ffn."):
-            small = with_part(small, part.shrink(to))
+            small = with_part(small, part.shrink(small_sizes))
     small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
@@ -269,15 +269,15 @@ def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequenc
     return shares
 
 
-def _small_parts(model: ModelConfig, to: SmallSizes) -> ModelConfig:
+def _small_parts(model: ModelConfig, small_sizes: SmallSizes) -> ModelConfig:
     """Return a model with small sizes for all kinds of layers, even kinds that it does not have."""
     return replace(
         model,
-        attention=model.softmax_attention.shrink(to),
-        linear_attention=model.linear_attention.shrink(to),
-        ffn=replace(model.ffn, dense=model.ffn.dense.shrink(to), moe=model.ffn.moe.shrink(to)),
-        sliding_window=min(model.sliding_window, to.span),
-        attention_chunk_size=min(model.attention_chunk_size, to.span),
+        attention=model.softmax_attention.shrink(small_sizes),
+        linear_attention=model.linear_attention.shrink(small_sizes),
+        ffn=replace(model.ffn, dense=model.ffn.dense.shrink(small_sizes), moe=model.ffn.moe.shrink(small_sizes)),
+        sliding_window=min(model.sliding_window, small_sizes.span),
+        attention_chunk_size=min(model.attention_chunk_size, small_sizes.span),
     )
 
 

@@ -14,7 +14,7 @@ from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import Noise, StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
 from moefold.topology.schedules import schedule_rows
-from moefold.validate.parallel import validate_micro_batch_count
+from moefold.validate.pipeline import validate_micro_batch_count
 from tests.planner import naive_pipeline
 from tests.slow import slow
 

@@ -8,7 +8,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.parts.schedule import CsvSchedule
 from moefold.topology.schedules import runtime_slots, schedule_rows
-from moefold.validate.parallel import validate_micro_batch_count
+from moefold.validate.pipeline import validate_micro_batch_count
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]

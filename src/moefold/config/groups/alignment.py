@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class PairScores:
     """Scores of the sequences of a micro-batch by pair, [B, K / 2] each.
 
-    A score is the log-probability of a sequence, minus the log-probability under the reference if the method has a
-    reference, and divided by the number of tokens if the method is per token.
+    A score is the log-probability of a sequence. The log-probability under the reference is subtracted if the method
+    has a reference. The score is divided by the number of tokens if the method is per token.
     """
 
     first: "Tensor"
@@ -140,7 +140,7 @@ class RewardPromptPart(RewardPart):
     """Text that replaces the last message before the answer."""
     want: Annotated[float, Bound("must be a finite number", math.isfinite)] = 1.0
     """Reward that prompts ask for after training: generate --chat, serve, rollout and lm-eval write it into the prompt
-    by the template; their option --want takes another one."""
+    by the template. Their option --want takes another one."""
 
     @property
     def prompt_template(self) -> str:
@@ -173,7 +173,7 @@ class PreferencePart(AlignmentPart):
     is_per_token: ClassVar[bool] = False
     """True if scores are divided by the number of tokens."""
     labelled: ClassVar[bool] = False
-    """True if a row is one completion with a label; its second sequence is the completion of another prompt."""
+    """True if a row is one completion with a label. Its second sequence is the completion of another prompt."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
     """Recorded metrics, which are means over pairs."""
 

@@ -41,7 +41,7 @@ class SoftmaxInput(NamedTuple):
 
 
 class SoftmaxHeads(NamedTuple):
-    """Result of the formula of softmax attention; the oracle applies the mask, the softmax and `wo`."""
+    """Result of the formula of softmax attention. The oracle applies the mask, the softmax and `wo`."""
 
     queries: "Tensor"
     """[B, S, A, D]."""
@@ -80,7 +80,7 @@ class AttentionCore:
     value_width: int = 0
     """Width of a value head."""
     cached_heads: int = 0
-    """Heads of keys and values in the cache, which tensor parallelism shards; with more ranks than heads each rank has
+    """Heads of keys and values in the cache, which tensor parallelism shards. With more ranks than heads each rank has
     one head. 0: only `cached_whole` is cached."""
     cached_whole: int = 0
     """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
@@ -322,9 +322,9 @@ class Temperature(Table):
     tokens: Annotated[int, at_least(1)] = 8192
     """Positions below this number have temperature 1."""
 
-    def shrink(self, to: SmallSizes) -> "Temperature":
+    def shrink(self, small: SmallSizes) -> "Temperature":
         """Return the temperature with values other than 1 in short sequences."""
-        return replace(self, tokens=min(self.tokens, to.span))
+        return replace(self, tokens=min(self.tokens, small.span))
 
 
 @dataclass(frozen=True, kw_only=True)

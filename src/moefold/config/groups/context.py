@@ -76,7 +76,7 @@ class ContextPart(Part):
 
     @property
     def plan(self) -> MicroBatchSetPlan:
-        """Return the plan of micro-batch sets; the default divides each sample among its ranks."""
+        """Return the plan of micro-batch sets. The default divides each sample among its ranks."""
         return _UNPLANNED
 
     @property

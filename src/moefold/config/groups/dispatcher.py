@@ -25,7 +25,7 @@ class DispatchSizes:
     """Sizes of the largest exchange of a micro-batch, for building a dispatcher and its buffers."""
 
     num_experts: int
-    """E, over all ranks; ep divides it."""
+    """E, over all ranks. Ep divides it."""
     max_rows: int
     """Routed tokens of a rank: its tokens times top_k."""
     width: int
@@ -37,7 +37,7 @@ class DispatchSizes:
 
 
 class SentTokens(NamedTuple):
-    """Tokens that a rank sends to experts in a micro-batch, for the price of the exchange; numbers are means."""
+    """Tokens that a rank sends to experts in a micro-batch, for the price of the exchange. Numbers are means."""
 
     tokens: float
     """Tokens of the rank, T."""
@@ -52,7 +52,7 @@ class SentTokens(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective that sends tokens to their experts; the way back has the same price."""
+    """One collective that sends tokens to their experts. The way back has the same price."""
 
     axis: Literal["ep", "etp"]
     num_bytes: float
@@ -223,7 +223,7 @@ class DispatcherPart(Part):
         return None
 
     def overflow(self, load: float) -> str:
-        """Return the message for a rank that should receive `load` times `receive_capacity`; it follows "rank 3 ".
+        """Return the message for a rank that should receive `load` times `receive_capacity`. It follows "rank 3 ".
 
         Called where `Dispatcher.take_receive_load` returns a load above 1.
         """

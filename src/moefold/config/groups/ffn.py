@@ -10,7 +10,7 @@ from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import KindOf, Part, Table, by_default
+from moefold.config.part import KindOf, Part, Table, part_field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,9 +146,9 @@ class RoutedPart(FeedForwardPart):
     none."""
     bias: bool = False
     """Biases of the gate, up and down projections of each routed expert (gpt-oss)."""
-    activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
+    activation: Annotated[ActivationPart, KindOf("activation")] = part_field("activation", "swiglu")
     """Activation of the routed experts."""
-    router: Annotated[RouterScorePart, KindOf("router_score")] = by_default("router_score", "softmax")
+    router: Annotated[RouterScorePart, KindOf("router_score")] = part_field("router_score", "softmax")
     """Score function of the router's logits."""
     probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
@@ -211,7 +211,7 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
 class Networks(Table):
     """Feed-forward networks of the layers."""
 
-    dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
+    dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = part_field("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
-    moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
+    moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = part_field("ffn", "moe")
     """Mixture of experts of layers 'moe' of model.layers."""

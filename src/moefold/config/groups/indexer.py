@@ -27,8 +27,8 @@ measured."""
 SELECTION_COPIES = 2.25
 """Temporary numbers of a block over its copied keys and values (docs/log.md#2026-11-26-sparse-attention)."""
 IndexerFormula = Callable[[Mapping[str, "Tensor"], "Tensor", "Tensor", Callable[["Tensor"], "Tensor"]], "Tensor"]
-"""Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
-queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
+"""Scores of keys, [B, S queries, S keys]. Its arguments are the weights by name, the inputs of the keys [B, S, H] and
+of the queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class IndexerPart(Part):
     num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Heads of the indexer, J."""
     head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
-    """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
+    """Width of a head of the indexer. Its first dims have RoPE, as many as a head of attention has."""
     rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the indexer with few heads, and fewer selected keys than a window has: the selection has an effect."""
         return replace(
-            self, top_k=min(self.top_k, to.span - 1), num_heads=min(self.num_heads, 3), head_dim=to.head_dim + 2
+            self, top_k=min(self.top_k, small.span - 1), num_heads=min(self.num_heads, 3), head_dim=small.head_dim + 2
         )
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
@@ -103,7 +103,7 @@ class IndexerPart(Part):
     def saved_in_warmup(self, sizes: "LayerSizes", num_heads: int, source: int) -> Counter[str]:
         """Return the saved bytes of a layer in the warm-up, when only the indexers have gradients.
 
-        The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss; the keys'
+        The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss. The keys'
         gradients are saved once for each block of queries.
 
         Args:

@@ -27,7 +27,7 @@ factors, and three of keys (two without the delta rule), are counted."""
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionPart(AttentionPart):
-    """Recurrence over a state [D, Dv] of each value head; each key head serves the same number of value heads."""
+    """Recurrence over a state [D, Dv] of each value head. Each key head serves the same number of value heads."""
 
     is_recurrent: ClassVar[bool] = True
     torch_recurrence: ClassVar[Factors]
@@ -35,7 +35,7 @@ class LinearAttentionPart(AttentionPart):
     c_recurrence: ClassVar[Factors]
     """Memory of the recurrence in C."""
     num_key_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
-    """Query and key heads; each serves the same number of value heads."""
+    """Query and key heads. Each serves the same number of value heads."""
     num_value_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Value heads, each with its own state; a multiple of num_key_heads."""
     key_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
@@ -43,14 +43,14 @@ class LinearAttentionPart(AttentionPart):
     value_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 32
     """Width of a value head."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with one narrow key head for each rank."""
         return replace(
             self,
-            num_key_heads=to.tp,
-            num_value_heads=to.tp * min(2, self.num_value_heads // self.num_key_heads),
-            key_head_dim=to.head_dim,
-            value_head_dim=to.head_dim + 2,
+            num_key_heads=small.tp,
+            num_value_heads=small.tp * min(2, self.num_value_heads // self.num_key_heads),
+            key_head_dim=small.head_dim,
+            value_head_dim=small.head_dim + 2,
         )
 
     def check(self) -> Iterator[Problem]:
@@ -153,12 +153,12 @@ class DeltaRulePart(LinearAttentionPart):
     conv_kernel: Annotated[int, at_least(2), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 4
     """Tokens that the causal convolution of each channel combines, itself included."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with short convolutions; see base class."""
-        return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
+        return replace(super().shrink(small), conv_kernel=min(self.conv_kernel, small.conv_kernel))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the sizes of the states; each state is read twice, written once, and decays."""
+        """Return the sizes of the states. Each state is read twice, written once, and decays."""
         return AttentionCore(
             state_size=self.state_size,
             transition_size=self.transition_size,

@@ -23,7 +23,7 @@ class LrSchedulePart(Part):
 
         Args:
             peak: learning rate at the end of the warm-up.
-            first: last step of the warm-up, or 1 without warm-up; its rate is exactly the peak.
+            first: last step of the warm-up, or 1 without warm-up. Its rate is exactly the peak.
             step: from `first` to `steps`, counted from 1.
             steps: optimizer steps of the whole run; the last step has exactly the lowest rate.
         """
@@ -46,9 +46,9 @@ class DecayPart(LrSchedulePart):
     min_lr: Annotated[float, at_least(0)] = 0.0
     """Learning rate at the end of the decay, at most train.lr."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the schedule for the peak of a small recipe."""
-        return replace(self, min_lr=min(self.min_lr, to.lr))
+        return replace(self, min_lr=min(self.min_lr, small.lr))
 
 
 def interpolate(low: float, high: float, fraction: float) -> float:

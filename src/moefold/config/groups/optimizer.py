@@ -119,7 +119,7 @@ class OptimizerPart(Part):
         return False
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
-        """Return the work of the update of one gathered full matrix; each expert is a separate matrix."""
+        """Return the work of the update of one gathered full matrix. Each expert is a separate matrix."""
         raise missing_method(self, "matrix_work")
 
     def build(self, parameters: "Mapping[str, Parameter]", run: Any) -> "Optimizer":

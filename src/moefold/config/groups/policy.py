@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """Sampled tokens of a micro-batch, [B, S/cp] each; tokens with `is_trained` False may have any value."""
+    """Sampled tokens of a micro-batch, [B, S/cp] each. Tokens with `is_trained` False may have any value."""
 
     log_probs: "Tensor"
     """Log-probabilities of the policy in training, with gradient."""
@@ -68,7 +68,7 @@ class ObjectivePart(Part):
     """Recorded metrics, which are means over trained tokens."""
 
     def log_ratio(self, tokens: PolicyTokens) -> "Tensor | None":
-        """Return the logarithm of the ratio of the objective, [B, S/cp]; its maximum is the metric `ratio_max`."""
+        """Return the logarithm of the ratio of the objective, [B, S/cp]. Its maximum is the metric `ratio_max`."""
         return tokens.log_ratio
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":

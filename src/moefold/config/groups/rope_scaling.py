@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.field import Bound, at_least
-from moefold.config.part import KindOf, Part, Table, by_default
+from moefold.config.part import KindOf, Part, Table, part_field
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RopeConfig(Table):
     """Base of the rotary frequencies."""
     interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
-    scaling: Annotated[RopeScalingPart, KindOf("rope_scaling")] = by_default("rope_scaling", "none")
+    scaling: Annotated[RopeScalingPart, KindOf("rope_scaling")] = part_field("rope_scaling", "none")
     """RoPE scaling for contexts longer than the original context."""
 
 

@@ -121,7 +121,7 @@ class RouterScorePart(WeightedChoice, Part):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateScorePart(RouterScorePart):
-    """Score of each expert that only depends on its logit; the weights of a token need not sum to 1."""
+    """Score of each expert that only depends on its logit. The weights of a token need not sum to 1."""
 
     normalize: bool = True
     """Divide the scores of the chosen experts by their sum."""
@@ -186,7 +186,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceInputs:
-    """Inputs of a choice. T tokens of this rank, E experts, K choices; nothing has a gradient."""
+    """Inputs of a choice. T tokens of this rank, E experts, K choices. Nothing has a gradient."""
 
     top_k: int
     logits_TE: "Tensor"
@@ -221,7 +221,7 @@ class ChoiceFormula(NamedTuple):
     """A choice in float64, for the oracle, which processes one token after another."""
 
     ranking: Callable[[OracleScores], "Tensor"]
-    """Values of a micro-batch in training, [B, S, E]; in evaluation the biased scores decide."""
+    """Values of a micro-batch in training, [B, S, E]. In evaluation the biased scores decide."""
     has_aux_loss: bool = False
     """True if the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
@@ -285,9 +285,9 @@ class BalanceScopePart(Part):
     """True if each sample is balanced separately."""
     accumulates: ClassVar[bool] = False
     """True if the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
-    micro-batch; the loss then depends on dp."""
+    micro-batch. The loss then depends on dp."""
     keeps_counts: ClassVar[bool] = False
-    """True if the counts at the end of the last step are used; they are saved in checkpoints."""
+    """True if the counts at the end of the last step are used. They are saved in checkpoints."""
 
     @property
     def is_global(self) -> bool:

@@ -15,7 +15,7 @@ class OwnedParameters(Protocol):
     """Trained parameters of a site with `owns_experts`."""
 
     parameters: "dict[str, Parameter]"
-    """Parameters by name; the site's own experts replace all experts."""
+    """Parameters by name. The site's own experts replace all experts."""
 
     def take_gradients(self) -> None:
         """Give the parameters their gradients, before the optimizer's step. Local."""

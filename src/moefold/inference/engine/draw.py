@@ -49,7 +49,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
 
     A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
     are exact, so that the order of summation does not change a draw. Devices may differ in the last bit of `exp`, and
-    then round a weight differently: the bounds of tokens move by a few units of at least 2^44, and about one draw in
+    then round a weight differently. The bounds of tokens then move by a few units of at least 2^44. About one draw in
     10^12 falls between an old and a new bound.
 
     Args:
@@ -104,7 +104,7 @@ def _choose_part(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
-    """Return weights proportional to the probabilities, int64; weights below `min_p` times the largest are 0."""
+    """Return weights proportional to the probabilities, int64. Weights below `min_p` times the largest are 0."""
     scaled_NV = logits_NV.double()
     if temperature != 1:
         scaled_NV = scaled_NV / temperature

@@ -45,7 +45,7 @@ class Constraint(Protocol):
     """State of a grammar after the tokens of one sample."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return the mask of allowed next tokens, [V]; at least one is allowed."""
+        """Return the mask of allowed next tokens, [V]. At least one is allowed."""
         ...
 
     def push(self, token: int) -> None:
@@ -211,7 +211,7 @@ class GenerationSession:
     def add(self, request_id: int, request: Request) -> None:
         """Add a request that fits into the cache; see `check_requests`.
 
-        `request_id` is unique among the samples that are not popped; smaller ids have priority.
+        `request_id` is unique among the samples that are not popped. Smaller ids have priority.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
@@ -457,7 +457,7 @@ def _pass_tensors(
 
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Divide each row by its temperature; rows of temperature 0 are unchanged."""
+    """Divide each row by its temperature. Rows of temperature 0 are unchanged."""
     values = [draw.params.temperature or 1.0 for draw in draws]
     temperature = values[0]
     if values.count(temperature) == len(values):

@@ -61,12 +61,12 @@ class PagePool:
             self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Return whether a page has more than one reference; it must be copied before it is written."""
+        """Return whether a page has more than one reference. It must be copied before it is written."""
         return self._num_references[page] > 1
 
 
 class StateSlots:
-    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first."""
+    """Free list of the slots of recurrent states (linear attention). The lowest free slot is taken first."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
@@ -104,7 +104,7 @@ class PageTable:
         return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
 
     def append(self, page: int) -> None:
-        """Add an allocated page at the end; this table takes over its reference."""
+        """Add an allocated page at the end. This table takes over its reference."""
         self.pages[self.num_pages] = page
         self._set_num_pages(self.num_pages + 1)
 
@@ -124,7 +124,7 @@ class PageTable:
         return shared
 
     def share_from(self, other: "PageTable", num_positions: int) -> None:
-        """Refer to the pages of the first positions of another sequence; this table must be empty."""
+        """Refer to the pages of the first positions of another sequence. This table must be empty."""
         assert not self.num_pages
         self._set_num_pages(pages_for(num_positions, self._pool.page_positions))
         self.num_shared_positions = self.capacity

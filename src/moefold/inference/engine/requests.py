@@ -41,7 +41,7 @@ class Request:
     """One sample to generate: the continuation of a prompt.
 
     The tokens are a pure function of the weights, the prompt, the sampling parameters, `prompt_number` and
-    `sample_number`; the other requests, their order and the engine's settings have no effect on them.
+    `sample_number`. The other requests, their order and the engine's settings have no effect on them.
     """
 
     prompt: tuple[int, ...]
@@ -83,8 +83,8 @@ class Completion:
     finish_reason: FinishReason
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
-    """Experts of each token of prompt and completion, except the last token, which is never an input of the model, in
-    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None if not recorded."""
+    """Experts of each token of prompt and completion in each MoE layer of this rank, [MoE layers of this rank, prompt +
+    new tokens - 1, K]; None if not recorded. The last token is never an input of the model."""
 
 
 class PromptScore(NamedTuple):

@@ -27,7 +27,7 @@ class PassLimits:
     pass_tokens: int
     """Maximum tokens of a pass; at least `slots`."""
     num_pages: int
-    """Pages of the cache; they must hold the longest sample."""
+    """Pages of the cache. They must hold the longest sample."""
     page_positions: int
     share_prompts: bool = True
 
@@ -56,7 +56,7 @@ class Pass:
     copies: list[tuple[int, int]]
     """Pages to copy before the pass, (from, to), in this order."""
     state_copies: list[tuple[int, int]]
-    """Slots whose recurrent state is copied before the pass, (from, to); all are read before any is written."""
+    """Slots whose recurrent state is copied before the pass, (from, to). All are read before any is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +147,7 @@ class PassScheduler:
         return bool(self._samples)
 
     def add(self, request_id: int, request: Request) -> None:
-        """Add a sample that fits into the cache; its id is unique, at least 0, and smaller ones have priority."""
+        """Add a sample that fits into the cache. Its id is unique, at least 0, and smaller ones have priority."""
         max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert request_id not in self._samples, request_id
@@ -245,7 +245,7 @@ class PassScheduler:
         return PassSegment(tokens, first, sequence.table, request_id, self._state_slot(sequence), scored)
 
     def _state_slot(self, sequence: _Sequence) -> int:
-        """Return the slot of a sequence's state; a new slot may come from a shared prompt that no sample waits for.
+        """Return the slot of a sequence's state. A new slot may come from a shared prompt that no sample waits for.
 
         Samples with a slot and shared prompts with waiting samples are together not more than the active samples, and
         there are more slots than active samples.

@@ -172,7 +172,7 @@ class AccessLog:
                 raise ConfigError(f"{Setting('--access-log', name)} cannot be written: {error.strerror}") from error
 
     def write(self, line: str) -> None:
-        """Write a line; if the file is no longer writable, warn once and continue."""
+        """Write a line. If the file is no longer writable, warn once and continue."""
         if self._name == "-":
             print_escaped(line, file=sys.stderr, flush=True)
             return

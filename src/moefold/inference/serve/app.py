@@ -143,7 +143,7 @@ class CompletionServer:
             self.metrics.num_open -= num_samples
 
     async def _read_body(self, http: HttpRequest) -> bytes:
-        """Read the body up to the limit; it must be declared as JSON.
+        """Read the body up to the limit. It must be declared as JSON.
 
         A web page of another origin cannot send that header without a preflight request, which is never allowed.
         """
@@ -303,7 +303,7 @@ class _Run:
         self._metrics = metrics
         self._start: float | None = start
         self.num_prompt_tokens = sum(len(sample.prompt) for sample in samples[:: request.num_samples])
-        """Number of tokens of all prompts; each prompt is counted once."""
+        """Number of tokens of all prompts. Each prompt is counted once."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -393,7 +393,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
 
 
 def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:
-    """Serve HTTP on a thread; the engine loop ends with the thread."""
+    """Serve HTTP on a thread. The engine loop ends with the thread."""
     http, sockets = make_server(server.app(), listener)
 
     def run() -> None:

@@ -66,7 +66,7 @@ class PromptEncoder:
 
     @cached_property
     def table(self) -> TokenTable:
-        """Return the table of the text of each id; the first request reads it, on its thread."""
+        """Return the table of the text of each id. The first request reads it, on its thread."""
         return self._tokenizer.token_table()
 
     @cached_property
@@ -236,7 +236,7 @@ class SampleText:
             reasoning, text = self._reasoning.push(text, is_end=reason is not None)
         text, calls, reason = self._split(text, reason)
         self.is_finished = reason is not None
-        # A chat has log-probabilities of its content; a completion has log-probabilities of all tokens.
+        # A chat has log-probabilities of its content. A completion has log-probabilities of all tokens.
         is_left_out = is_end and self._request.kind == "chat"
         tokens = [] if is_left_out else [self._with_alternatives(new.token, new.log_prob, new.alternatives)]
         return ChoiceText(

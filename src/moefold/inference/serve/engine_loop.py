@@ -62,7 +62,7 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
         """Add a sample for each request, which fits into the cache, and return their ids; thread-safe.
 
-        `deliver` receives each new token; the last token of a sample has its finish reason.
+        `deliver` receives each new token. The last token of a sample has its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
         # The loop's own record lacks samples that were submitted during the current pass. Creating the list is atomic,

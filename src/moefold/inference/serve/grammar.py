@@ -20,7 +20,7 @@ CACHED_TOKENIZERS = 8
 
 
 class GrammarError(ConfigError):
-    """A schema is not supported; the message is the reason."""
+    """A schema is not supported. The message is the reason."""
 
 
 class JsonGrammars:

@@ -39,7 +39,7 @@ class ServeOptions(SamplingOptions):
     max_length: int = 0
     """Maximum tokens of a prompt and its completion; 0: the context length of the model, or the size of the cache."""
     max_concurrent: int = 256
-    """Maximum running and waiting samples; other requests are answered with status 429."""
+    """Maximum running and waiting samples. Other requests are answered with status 429."""
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
     reasoning: bool = False
@@ -74,7 +74,7 @@ def prepare_server(
     rank_env: RankEnv | None,
     report: Callable[[Sequence[str]], None],
 ) -> ServeJob:
-    """Check a server before any rank starts; the overrides are its mapping.
+    """Check a server before any rank starts. The overrides are its mapping.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.

@@ -90,7 +90,7 @@ class ApiRequest:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of a completion; the messages of a chat are one prompt."""
+        """Number of prompts of a completion. The messages of a chat are one prompt."""
         return 1 if self.kind == "chat" else len(self.prompts)
 
 
@@ -244,7 +244,7 @@ def _schema(fields: SharedFields) -> str:
 
 
 def _tool_use(fields: ChatFields) -> ToolUse | None:
-    """Return the tools that the model may call; with tool_choice="none" the prompt contains no tools."""
+    """Return the tools that the model may call. With tool_choice="none" the prompt contains no tools."""
     choice = fields.tool_choice
     if not fields.tools:
         if choice not in (None, "none", "auto"):
@@ -401,7 +401,7 @@ class ResponseBuilder:
         return self._envelope("chat.completion" if self._is_chat else "text_completion", choices) | {"usage": usage}
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return an object of a stream; the object with the usage has no choices, all others have a null usage."""
+        """Return an object of a stream. The object with the usage has no choices, all others have a null usage."""
         envelope = self._envelope("chat.completion.chunk" if self._is_chat else "text_completion", choices)
         return envelope | {"usage": usage} if self._request.includes_usage else envelope
 

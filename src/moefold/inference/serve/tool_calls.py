@@ -306,7 +306,7 @@ class CallReader:
     """
 
     def __init__(self, tool_use: ToolUse, tool_format: ToolFormat | None) -> None:
-        """Start an answer; without a format a call is forced, and the text is JSON by `forced_schema`."""
+        """Start an answer. Without a format a call is forced, and the text is JSON by `forced_schema`."""
         self._tool_use = tool_use
         self._format = tool_format
         self._pending = ""

@@ -26,10 +26,10 @@ NUM_MATRICES = 3
 
 
 class Experts(nn.Module):
-    """Routed experts: activation(x w_gate, x w_up) w_down each; this rank holds [E/ep, H, F/etp] of the weights.
+    """Routed experts: activation(x w_gate, x w_up) w_down each. This rank holds [E/ep, H, F/etp] of the weights.
 
     Biases b_gate and b_up [E/ep, F/etp] are sharded like the columns that they are added to. b_down [E/ep, H/etp] is
-    sharded too: the outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every
+    sharded too. The outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every
     element is added once. Every weight gets a gradient on every rank, zero for an expert without tokens: the gradient
     reduction requires it.
 
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         self.ops: ExpertOps = TORCH_EXPERT_OPS
         self.lora: LowRankAdapters | None = None
         self.peer_weights: Sequence[Tensor] | None = None
-        """Weights of all E experts in the order of `ExpertWeights`, [E, ...]; the parameters are views of a part."""
+        """Weights of all E experts in the order of `ExpertWeights`, [E, ...]. The parameters are views of a part."""
 
     @property
     def weights(self) -> list[nn.Parameter]:

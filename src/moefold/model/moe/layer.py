@@ -87,7 +87,7 @@ class MoELayer(nn.Module):
         self.stats = self.losses.stats
         self._num_experts = part.num_experts
         self._num_choices = part.num_choices
-        last_counts_E = torch.zeros(part.num_choices, dtype=torch.int64) if self.losses.uses_last_counts else None
+        last_counts_E = torch.zeros(part.num_choices, dtype=torch.int64) if self.losses.uses_last_batch_load else None
         self.register_buffer("last_counts_E", last_counts_E)
         self._capacity_policy = _build_capacity_policy(moe, moe.capacity_factor)
         has_own_factor = moe.eval_capacity_factor >= 0
@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
             self.last_counts_E.copy_(tokens_per_expert_E)
 
     def forward(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> LayerOutput:
-        """Compute the MoE layer, [S/(cp*tp), B, H] -> same; with `is_shortcut`, `y` is the shared expert only.
+        """Compute the MoE layer, [S/(cp*tp), B, H] -> same. With `is_shortcut`, `y` is the shared expert only.
 
         Communicates through `dispatcher`, `micro_batch_group` and `shared`.
         """
@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
             kept_TK = None if self._capacity_policy is None else routing_map.kept_TK
             y = self.losses.attach(y, routing, kept_TK, token_positions, self.last_counts_E)
         if self.is_shortcut:
-            assert y_shared is not None, "refused by validate/shortcut.py"
+            assert y_shared is not None, "refused by validate/moe.py"
             return LayerOutput(y_shared, without_base(y))
         return LayerOutput(y)
 

@@ -31,9 +31,9 @@ def local_load_balancing_loss(
 ) -> Tensor:
     """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
 
-    f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
-    score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and
-    the loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te; a
+    f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient. P_e is the mean
+    score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and the
+    loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te. A
     group without tokens adds 0.
 
     Args:
@@ -115,7 +115,7 @@ class RouterLosses:
         self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, num_choices)
 
     @property
-    def uses_last_counts(self) -> bool:
+    def uses_last_batch_load(self) -> bool:
         """True if the load-balancing loss needs the expert load of the last global batch."""
         return self.aux_coefficient > 0 and self._balance.keeps_counts
 
@@ -142,7 +142,7 @@ class RouterLosses:
         Args:
             kept_TK: choices that are not dropped; None if the experts have no capacity.
             tokens: positions and weights of the tokens.
-            last_counts_E: expert load of the last global batch, if it `uses_last_counts`.
+            last_counts_E: expert load of the last global batch, if it `uses_last_batch_load`.
         """
         weights_T = tokens.weights_T
         group_T, num_groups = self._groups(tokens)
@@ -216,7 +216,7 @@ class RouterLosses:
     ) -> Tensor:
         """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
         if last_counts_E is not None:
-            # Even before the first step, when all are 0; without a wait for the device.
+            # Even before the first step, when all are 0. Without a wait for the device.
             return torch.where(last_counts_E.any(), last_counts_E, 1).unsqueeze(0)
         if not self._balance.accumulates:
             if tokens.placed is not None:

@@ -124,7 +124,7 @@ def unpermute(
     """Compute the weighted sum of each token's rows: [R, H] -> [T, H]; dropped tokens count as zero.
 
     Args:
-        y_RH: expert outputs; padding rows are not read.
+        y_RH: expert outputs. Padding rows are not read.
         probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
             None if the rows are weighted already, and are not saved for backward.
     """
@@ -140,10 +140,10 @@ def order_by_expert(counts_GE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Compute the order that sorts rows from G sources, each sorted by expert, by expert over all sources.
 
     Args:
-        counts_GE: rows of each expert from each source, int64 [G, E]; their device computes, without a sync.
+        counts_GE: rows of each expert from each source, int64 [G, E]. Their device computes, without a sync.
 
     Returns:
-        (order_R, inverse_R) for `reorder`; rows of one expert stay in the order of their sources.
+        (order_R, inverse_R) for `reorder`. Rows of one expert stay in the order of their sources.
     """
     starts_GE = (counts_GE.flatten().cumsum(0) - counts_GE.flatten()).view_as(counts_GE)
     rows = counts_GE.t().flatten()

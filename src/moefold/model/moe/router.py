@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
     """Return the experts of the K largest values of each token, descending; ties go to the lower expert. int64 [T, K].
 
-    torch.topk leaves the order of equal values open, which would make routing depend on the shape of the shard; argmax
-    returns the first of them, and K passes are faster than a stable sort.
+    torch.topk leaves the order of equal values open, so routing would depend on the shape of the shard. argmax returns
+    the first of them, and K passes are faster than a stable sort.
     """
     # The clamp distinguishes a value of -inf, which may still be chosen, from an expert that is already chosen.
     candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
@@ -51,9 +51,9 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     Args:
         num_groups: groups of E/num_groups neighbouring experts each.
         top_groups: groups that stay unmasked.
-        sums_top2: the value of a group is the sum of its two best experts, as in the code that DeepSeek-V3 was released
-            with and in transformers (arXiv:2412.19437 sec. 2.1.2 sums the K/top_groups best: two for V3, with 8 experts
-            of 4 nodes); otherwise its best expert (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
+        sums_top2: the value of a group is the sum of its two best experts, as in the released code of DeepSeek-V3 and
+            in transformers. (arXiv:2412.19437 sec. 2.1.2 sums the K/top_groups best: two for V3, with 8 experts of 4
+            nodes.) False: its best expert (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
 
     Returns:
         values_TE with -inf in masked groups.
@@ -84,7 +84,7 @@ class RoutingDecision:
     """Routing of the T tokens of this rank. Floating-point fields are in float32 or float64."""
 
     ids_TK: Tensor
-    """Chosen experts, best first, int64 [T, K]; the K experts of a token differ."""
+    """Chosen experts, best first, int64 [T, K]. The K experts of a token differ."""
     probs_TK: Tensor
     """Routing probability of each choice, [T, K]."""
     scores_TE: Tensor

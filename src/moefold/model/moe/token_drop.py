@@ -45,7 +45,7 @@ class CapacityPolicy:
     ) -> Tensor:
         """Return the mask of this rank's routed tokens that are kept.
 
-        A shared capacity is decided over the micro-batch, so the mask does not depend on the mapping; the routing (not
+        A shared capacity is decided over the micro-batch, so the mask does not depend on the mapping. The routing (not
         the tokens) is all-gathered over the group. Otherwise each rank decides over its tokens, without communication.
 
         Args:
@@ -58,7 +58,7 @@ class CapacityPolicy:
         """
         num_tokens, top_k = ids_TK.shape
         if is_token_T is not None:
-            # The number of an expert that does not exist; its queue is not limited.
+            # The number of an expert that does not exist. Its queue is not limited.
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if not self.scope.is_shared:
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
@@ -74,7 +74,7 @@ class CapacityPolicy:
         return is_kept_TK if is_token_T is None else is_kept_TK & is_token_T.unsqueeze(1)
 
     def _capacity_of(self, ids_TK: Tensor, num_experts: int, has_padding: bool) -> int | Tensor:
-        """Return `capacity` for the rows with experts below `num_experts`; their number may be only on the device."""
+        """Return `capacity` for the rows with experts below `num_experts`. Their number may be only on the device."""
         num_tokens, top_k = ids_TK.shape
         if not has_padding:
             return self.capacity(num_tokens, top_k, num_experts)
@@ -92,7 +92,7 @@ def keep_within_capacity(
 ) -> Tensor:
     """Keep the first `capacity` tokens of each expert in the order of the policy.
 
-    Ids of `num_experts` mark padding; the values returned for padding have no meaning.
+    Ids of `num_experts` mark padding. The values returned for padding have no meaning.
 
     Returns:
         bool [T, K].

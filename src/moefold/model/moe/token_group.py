@@ -35,7 +35,7 @@ class MicroBatchGroup:
         """Concatenate along dim 0 over the group (all-gather)."""
         return x
 
-    def own_rows(self, column: Tensor) -> Tensor:
+    def local_rows(self, column: Tensor) -> Tensor:
         """Return the values of this rank's tokens, sequence-first, [T], of a column of the micro-batch, [B, S/cp]."""
         return column.t().flatten()
 
@@ -102,10 +102,12 @@ class TokenPositions:
         """Return the positions of the tokens of a micro-batch."""
         sample_ids = columns.sample_ids
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
-        weights_T = None if columns.token_weights is None else group.own_rows(columns.token_weights)
+        weights_T = None if columns.token_weights is None else group.local_rows(columns.token_weights)
         placed = None
         if columns.token_samples is not None and columns.positions is not None:
-            placed = PlacedTokens(group.own_rows(columns.token_samples), group.own_rows(columns.positions), x.shape[1])
+            placed = PlacedTokens(
+                group.local_rows(columns.token_samples), group.local_rows(columns.positions), x.shape[1]
+            )
         return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
@@ -167,6 +169,6 @@ class ShardedMicroBatch(MicroBatchGroup):
         """See base class."""
         return all_gather(x.detach(), self._group)
 
-    def own_rows(self, column: Tensor) -> Tensor:
+    def local_rows(self, column: Tensor) -> Tensor:
         """See base class."""
         return column.t().chunk(self._tp.size)[self._tp.rank].flatten()

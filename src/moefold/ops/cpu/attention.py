@@ -3,9 +3,9 @@
 Documents, sliding windows and sinks are limits of the kernel's loops, not masks in memory: keys that a query does not
 attend to are skipped, by document and by blocks. The bits of a document do not depend on its place in a sample.
 
-Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32: a result
-is rounded once, also where gradients of keys and values are summed over the query heads that share them, in the order
-of the heads. Results are bitwise independent of the number of threads.
+Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32. A result
+is rounded once. Gradients of keys and values are summed over the query heads that share them, in the order of the
+heads, before they are rounded. Results are bitwise independent of the number of threads.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ MAX_SEQ_LEN = 16384
 MIN_FAST_VECTOR_WIDTH = 8
 """Smallest vector, in floats, for which the kernel is faster than torch's: AVX. With SSE2 it takes twice as long."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, by supported dtype. A miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (37, 2, 4, 2, 24)
 """Tokens, samples, query heads, key/value heads and head dim of the self-test: not multiples of vector widths."""
 
@@ -159,7 +159,7 @@ class CAttention:
 
 
 def _sum_shared(x_SBGND: Tensor) -> Tensor:
-    """Sum over the query heads of each key/value head, dim 3; torch's sum of two takes five times their addition."""
+    """Sum over the query heads of each key/value head, dim 3. Torch's sum of two takes five times their addition."""
     first, *others = x_SBGND.unbind(3)
     return first + others[0] if len(others) == 1 else x_SBGND.sum(3)
 
@@ -191,7 +191,7 @@ def _dense_mask(limits: FlashMask, q: Tensor) -> Tensor:
 
 
 def _to_limits_struct(block_mask: BlockMask, tokens: int, sinks: Tensor | None) -> _LimitsStruct:
-    """Return the limits of a mask; the caller keeps its tensors and the sinks, float32 [A]."""
+    """Return the limits of a mask. The caller keeps its tensors and the sinks, float32 [A]."""
     address = address_of(sinks)
     if not isinstance(block_mask, FlashMask):
         assert isinstance(block_mask, str), "the kernel reads no mask"

@@ -29,7 +29,7 @@ from moefold.file_lock import FileLock
 from moefold.progress import WorkProgress
 
 COMPILERS = ("gcc", "cc", "clang")
-"""Compilers in order of preference; on Linux gcc uses the same thread library (libgomp) as torch."""
+"""Compilers in order of preference. On Linux gcc uses the same thread library (libgomp) as torch."""
 COMPILE_TIMEOUT_S = 600
 """Longest time of one compilation: seconds on a quiet machine, minutes where many jobs share a core."""
 SILENCE_S = 3.0
@@ -42,7 +42,7 @@ NaN tests.
 
 
 class CompilerError(Exception):
-    """A library could not be built or loaded; the message is the reason, in a few words."""
+    """A library could not be built or loaded. The message is the reason, in a few words."""
 
 
 @cache
@@ -270,7 +270,7 @@ def _run_compiler(command: list[str]) -> str:
 class TensorView(ctypes.Structure):
     """C structs `heads_view` and `tokens_view`: address of [S, B, heads, D], strides of the first dims, and dtype.
 
-    Strides are in elements; the last dim has stride 1.
+    Strides are in elements. The last dim has stride 1.
     """
 
     _fields_ = (*pointer_fields("start"), *size_fields("token", "sample", "head", "is_bfloat16"))

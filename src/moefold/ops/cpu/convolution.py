@@ -18,7 +18,7 @@ from moefold.ops.linear_attention import causal_convolution
 MAX_TAPS = 8
 """Maximum number of taps, as in `convolution.c`."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, by supported dtype. A miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (13, 2, 37, 4)
 """Tokens, samples, channels and taps of the self-test."""
 

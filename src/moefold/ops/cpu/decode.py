@@ -1,10 +1,10 @@
 """Whole transformer layers over rows of a paged KV cache on a CPU in C, without gradients.
 
 One call computes all layers. A layer with a shared expert, or with a router that the kernel does not support, needs two
-calls: attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
+calls: attention up to the logits of the router, and the routed experts. The caller chooses the experts between them.
 
 `decode.c` calls the functions of the other libraries of this folder. Its reference are the modules of the layer
-(`model.transformer.Block`): it has the same bits where they call these functions one by one, without the time that
+(`model.transformer.Block`). It has the same bits where they call these functions one by one, and saves the time that
 Python and torch take between the calls.
 """
 
@@ -127,7 +127,7 @@ class CDecodePass:
         self._workspace = np.empty(0, np.uint8)
 
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> "CDecodeLayer":
-        """Return the decoding of a layer; the weights and the pages must keep their addresses."""
+        """Return the decoding of a layer. The weights and the pages must keep their addresses."""
         layer = CDecodeLayer(self, weights, key_pages, value_pages)
         self._layers.append(layer)
         self._key = None
@@ -137,7 +137,7 @@ class CDecodePass:
         """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
 
         Args:
-            layers: at least one layer; all have the same number of experts for each row.
+            layers: at least one layer. All have the same number of experts for each row.
             x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
 
         Returns:
@@ -285,7 +285,7 @@ class CDecodeLayer:
         Args:
             y_RH: residual stream, contiguous.
             normed_RH: input of the experts, as `attend` returned it.
-            ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
+            ids_RK: experts of each row, int64 [R, K]. The experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
             shared_RH: output of shared experts, which is added to the output of the routed experts; None if not added.
         """

@@ -1,4 +1,4 @@
-"""Draws of tokens from logits on a CPU in C; the reference is `inference/engine/draw.py`."""
+"""Draws of tokens from logits on a CPU in C. The reference is `inference/engine/draw.py`."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Exact top-k of scores on a CPU in C; its definition is `ops.exact_topk.sorted_topk`."""
+"""Exact top-k of scores on a CPU in C. Its definition is `ops.exact_topk.sorted_topk`."""
 
 import torch
 from torch import Tensor

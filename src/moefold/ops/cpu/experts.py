@@ -20,7 +20,7 @@ class SequentialExpertOps:
     """`ExpertOps` of one expert after another; saves the gate and up projections, if asked.
 
     Args:
-        gemm: GEMM backend. If it multiplies in higher precision, the intermediates are in that precision; if it accepts
+        gemm: GEMM backend. If it multiplies in higher precision, the intermediates are in that precision. If it accepts
             float32 weights, they are cast one expert at a time.
     """
 
@@ -39,7 +39,7 @@ class SequentialExpertOps:
         gemm = self.gemm
         y_RH = torch.empty_like(x)
         fc1_outputs: list[Tensor] = []
-        # Saved tensors have a buffer for each expert; all experts share scratch buffers, which stay in the cache.
+        # Saved tensors have a buffer for each expert. All experts share scratch buffers, which stay in the cache.
         saves_gemm_output = options.saves_fc1 and not gemm.upcasts(x)
         saved_buffers = self._buffers(x, weights, options, 2, per_expert=saves_gemm_output)
         scratch = self._buffers(x, weights, options, 1)

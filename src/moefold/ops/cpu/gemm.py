@@ -24,7 +24,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 MIN_FAST_VECTOR_WIDTH = 8
 """Smallest vector, in floats, for which the GEMM is as fast as the libraries: AVX."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, relative to the largest value. A miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
 """Words of a cache line; panels are aligned to it."""
 SELF_TEST_SHAPES = ((37, 41, 75), (3, 64, 528))
@@ -85,7 +85,7 @@ class CGemm(Gemm):
         return w if w.dtype in DTYPE_CODES and dtype == torch.bfloat16 else super().cast_weight(w, dtype)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
-        """See `Gemm`; the result is bfloat16 if an operand is."""
+        """See `Gemm`. The result is bfloat16 if an operand is."""
         if not _supports(x_MK, w_NK):
             return super().matmul(x_MK, w_NK, out_MN)
         dtype = torch.bfloat16 if torch.bfloat16 in (x_MK.dtype, w_NK.dtype) else torch.float32

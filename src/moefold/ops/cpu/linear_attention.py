@@ -36,7 +36,7 @@ MAX_CHUNK_SIZE = 128
 BLOCK_ROWS = 16
 """Rows of a chunk in memory are a multiple of this, as in `linear_attention.h`."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Tolerances of the self-test, by dtype of queries, keys and values; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, by dtype of queries, keys and values. A miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (41, 2, 2, 4, 12, 9)
 """Tokens, samples, key heads, value heads, and widths of keys and values of the self-test."""
 

@@ -13,7 +13,7 @@ from moefold.ops.cpu.build import NUMBER, POINTER, SIZE, check_results, declare,
 from moefold.ops.norm import TORCH_RMS_NORM, NormKernel
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, by supported dtype. A miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (131, 37)
 """Number and size of the self-test's rows: several blocks, and not multiples of vector widths."""
 

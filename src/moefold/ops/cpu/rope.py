@@ -17,7 +17,7 @@ from moefold.ops.rope import Rope, rotate_halves
 MAX_PAIRS = 256
 """Maximum pairs of a head, as in `rope.c`."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test, by supported dtype. A miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
 """Tokens, samples, heads, head dim and rotated dims of the self-test: not multiples of vector widths."""
 

@@ -1,4 +1,4 @@
-"""SwiGLU on a CPU in C, in one pass; its reference is `ops.swiglu.SwiGLUActivation`."""
+"""SwiGLU on a CPU in C, in one pass. Its reference is `ops.swiglu.SwiGLUActivation`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SELF_TEST_SIZE = 1027
 """Values of the self-test: not a multiple of vector widths."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Tolerances of the self-test; a miscompiled kernel differs by more."""
+"""Tolerances of the self-test. A miscompiled kernel differs by more."""
 
 
 class CSwiGLU:

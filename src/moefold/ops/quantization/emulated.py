@@ -1,7 +1,7 @@
 """Emulated low-precision GEMMs of a linear layer, on every device.
 
 Operands are rounded to the format and multiplied in float32 (float64 in float64). The hardware computes the same except
-for the order of its sums. Rounding is to nearest; there is no stochastic rounding and no Hadamard transform.
+for the order of its sums. Rounding is to nearest. There is no stochastic rounding and no Hadamard transform.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class EmulatedLinear:
         return self.quantized_matmul(grad_MN, w_NK.t(), self.quant_format.weight_block_rows)
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """See `moefold.model.linear.LinearBackend`; blocks are 128, 32 or 16 consecutive tokens of this rank."""
+        """See `moefold.model.linear.LinearBackend`. Blocks are 128, 32 or 16 consecutive tokens of this rank."""
         return self.quantized_matmul(grad_MN.t(), x_MK.t(), 1)
 
     def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
-        """Compute a @ b.T, both quantised in blocks along K; blocks of b have `b_block_rows` rows."""
+        """Compute a @ b.T, both quantised in blocks along K. Blocks of b have `b_block_rows` rows."""
         y_MN = fake_quantize(a_MK, self.quant_format) @ fake_quantize(b_NK, self.quant_format, b_block_rows).t()
         return y_MN.to(a_MK.dtype)
 

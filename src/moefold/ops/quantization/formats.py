@@ -23,7 +23,7 @@ MIN_AMAX = 1e-30
 class QuantFormat:
     """Number format, and the blocks that share a scale.
 
-    Every operand has its blocks along the dim that the GEMM sums over: a scale multiplies a whole partial sum, and a
+    Every operand has its blocks along the dim that the GEMM sums over, so a scale multiplies a whole partial sum. A
     block has values of only one token, except where the sum is over tokens.
     """
 
@@ -35,7 +35,7 @@ class QuantFormat:
     block_size: int
     """Values of an activation or a gradient that share a scale."""
     weight_block_rows: int
-    """Rows of a weight that share a scale; its blocks are as long as the blocks of activations."""
+    """Rows of a weight that share a scale. Its blocks are as long as the blocks of activations."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """(amax / max_value of each block, its maximum over the tensor) -> the stored scales."""
 
@@ -43,7 +43,7 @@ class QuantFormat:
 def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> Tensor:
     """Quantise in blocks [block_rows, block_size] and dequantise: the values that the hardware would multiply.
 
-    Blocks begin at the first row and column; the last blocks may be incomplete.
+    Blocks begin at the first row and column. The last blocks may be incomplete.
 
     Args:
         x_MK: [M, K].
@@ -106,9 +106,9 @@ def power_of_two_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
 def two_level_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """Round scales to e4m3 multiples of one scale for the whole tensor, here a power of two.
 
-    With another outer scale the block scales would be rounded differently, so that the shards of a tensor, which have
-    their own outer scales, would be quantised differently from the whole tensor. A power of two only determines the
-    blocks that are too small for an e4m3 scale: blocks below 2**-15 of the largest.
+    With another outer scale the block scales would be rounded differently. The shards of a tensor, which have their own
+    outer scales, would then be quantised differently from the whole tensor. A power of two only determines the blocks
+    that are too small for an e4m3 scale: blocks below 2**-15 of the largest.
     """
     outer = torch.exp2(torch.ceil(torch.log2(tensor_amax / E4M3_MAX)))
     # Where the scale was rounded down, the largest value of the block saturates, by at most 1/16.

@@ -1,10 +1,10 @@
 """MXFP8 and NVFP4 GEMMs on tensor cores that support the formats, through torch.
 
 **It has not been run on hardware.** It is written for `torch.nn.functional.scaled_mm` and tested with an emulation of
-it, so it is not used before `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
+it. So it is used only after `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
 
 Blackwell's tensor cores read block scales in tiles of 128 rows and 4 columns. As cuBLAS documents it for blocks of 16
-and 32 values ("1D block scaling factors layout"): tiles are contiguous, along the columns first; within a tile the
+and 32 values ("1D block scaling factors layout"), tiles are contiguous, along the columns first. Within a tile the
 scale at (row, column) is element (row % 32) * 16 + (row // 32) * 4 + column. torch calls it SWIZZLE_32_4_4.
 """
 
@@ -52,7 +52,7 @@ def torch_scaled_mm(*arguments: Any, **options: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledMMLinear(EmulatedLinear):
-    """Linear backend with the GEMMs of the emulation on tensor cores; only the order of sums differs."""
+    """Linear backend with the GEMMs of the emulation on tensor cores. Only the order of sums differs."""
 
     scaled_mm: Callable[..., Tensor] = torch_scaled_mm
     """Function with the signature of `torch.nn.functional.scaled_mm`."""
@@ -128,7 +128,7 @@ def scaled_mm_unsupported_reason(
     for name, arguments in (("forward", (x, w)), ("input_gradient", (grad, w)), ("weight_gradient", (grad, x))):
         try:
             actual = getattr(linear, name)(*arguments)
-        # Any error means that the device does not support these GEMMs; it is reported in the run's message.
+        # Any error means that the device does not support these GEMMs. It is reported in the run's message.
         except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
             return f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}"
         expected = getattr(emulated, name)(*arguments).float()

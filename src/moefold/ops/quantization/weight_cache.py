@@ -1,9 +1,9 @@
 """Quantised weights that the micro-batches and recomputations of a step share.
 
-A copy is valid as long as the weight does not change, but a tensor does not record its changes: FSDP refills the
-storage of a gathered weight and preserves its version counter. So the caller opens a scope around the forward and
-backward passes of one step, and copies are freed at its end. No optimizer, checkpoint or initialisation writes a weight
-in a scope, and a weight that FSDP frees and gathers again has the same values. Outside of a scope nothing is cached.
+A copy is valid as long as the weight does not change. A tensor does not record its changes: FSDP refills the storage of
+a gathered weight and preserves its version counter. So the caller opens a scope around the forward and backward passes
+of one step, and copies are freed at its end. No optimizer, checkpoint or initialisation writes a weight in a scope, and
+a weight that FSDP frees and gathers again has the same values. Outside of a scope nothing is cached.
 """
 
 from collections.abc import Callable, Hashable, Iterator

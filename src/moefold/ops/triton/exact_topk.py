@@ -1,7 +1,7 @@
 """Exact top-k of scores in Triton by guess, verify and refine, one program for each row.
 
 Its definition is `moefold.ops.exact_topk.sorted_topk`. A threshold from the guess is verified by the number of scores
-that reach it; these survivors are collected in global memory, and a radix search finds the k-th of them.
+that reach it. These scores are collected in global memory, and a radix search finds the k-th of them.
 """
 
 import torch
@@ -17,7 +17,7 @@ NUM_WARPS = 16
 ROOM_FACTOR = 4
 """Survivors of a row, divided by k, before they are reduced to k."""
 INFINITY_KEY = tl.constexpr(0x7F800000)
-"""Key of +infinity; keys beyond it and its negative are NaN."""
+"""Key of +infinity. Keys beyond it and its negative are NaN."""
 LOWEST_INT32 = tl.constexpr(-(2**31))
 RADIX_BITS = tl.constexpr(8)
 NUM_BINS = tl.constexpr(256)

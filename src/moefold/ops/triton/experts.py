@@ -47,7 +47,7 @@ class TritonExpertOps(GroupedExpertOps):
         options: ExpertOptions,
         probs_R: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See base class; one kernel computes both projections and the activation where that is faster."""
+        """See base class. One kernel computes both projections and the activation where that is faster."""
         if not has_kernel(options.activation):
             return super().fc1_activation(rows, weights, offsets_E, options, probs_R)
 
@@ -64,7 +64,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("fc1 activation", (rows,), key, self._fc1_candidates(rows, weights, fused, apart))
 
     def fc1(self, rows: GatheredRows, weights: ExpertWeights, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
-        """See base class; one kernel computes both projections where that is faster."""
+        """See base class. One kernel computes both projections where that is faster."""
 
         def fused(rows: GatheredRows, tile_config: TileConfig) -> tuple[Tensor, Tensor]:
             out = _fc1_output(rows, weights, writes_fc1=True, writes_hidden=False)
@@ -279,7 +279,7 @@ def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
 
 
 def has_kernel(activation: ExpertActivation) -> bool:
-    """Return whether the kernels compute an activation; a part of another package has torch operations."""
+    """Return whether the kernels compute an activation. A part of another package has torch operations."""
     return isinstance(activation, SwiGLUActivation | ClampedSwiGLUActivation)
 
 

@@ -27,7 +27,7 @@ TILE_CONFIGS_16_BIT = (
     TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
     TileConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4),
 )
-"""Candidates in 16-bit dtypes; a tile has two accumulators of block_m x block_n."""
+"""Candidates in 16-bit dtypes. A tile has two accumulators of block_m x block_n."""
 TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=32, block_k=32, num_warps=4, num_stages=3),)
 """Candidates in float32."""
 

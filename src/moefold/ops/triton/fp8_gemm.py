@@ -102,7 +102,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
     Args:
         x: result of `quantize_rows`, [R, K].
         w: result of `quantize_weights`, [E, N, K].
-        offsets_E: end offset of each expert's rows, int32 [E]; the last is at most R.
+        offsets_E: end offset of each expert's rows, int32 [E]. The last is at most R.
         out: output tensor, contiguous.
     """
     num_experts, width, depth = w.values.shape
@@ -181,14 +181,14 @@ class Fp8ExpertOps(TritonExpertOps):
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """See base class; the gate and up projections share the quantised rows."""
+        """See base class. The gate and up projections share the quantised rows."""
         x = rows.derived("quantized rows", self._quantize_rows)
         y_RN = rows.values.new_empty(rows.num_rows, w_EKN.shape[2])
         scaled_grouped_gemm(x, self.quantized_weights(w_EKN), offsets_E, y_RN)
         return y_RN if second is None else y_RN.add_(self.grouped_gemm(GatheredRows(second[0]), second[1], offsets_E))
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """See base class; the gate and up projections share the quantised rows."""
+        """See base class. The gate and up projections share the quantised rows."""
         quantize = partial(self._quantize_columns, offsets_E=offsets_E)
         x, g = (operand.derived("quantized columns", quantize) for operand in (rows, grad))
         out = rows.values.new_empty(len(offsets_E), rows.values.shape[1], grad.values.shape[1])

@@ -1,9 +1,9 @@
 """Linear layers of `fp8-blockwise` with the FP8 GEMMs of cuBLAS, through `torch.nn.functional.scaled_mm`.
 
-**Not run on a GPU.** torch documents the layout of the scales in its meta function: scales of blocks [1, 128] are
-stored by blocks, [K/128, M], as our quantisers write them; scales of blocks [128, 128] as [N/128, K/128], K/128 padded
-to a multiple of 4. The tests bind each call to torch's signature and to these checks. It is used only after
-`scaled_mm_unsupported_reason` has compared its GEMMs with the emulation on the device.
+**Not run on a GPU.** torch documents the layout of the scales in its meta function. Scales of blocks [1, 128] are
+stored by blocks, [K/128, M], as our quantisers write them. Scales of blocks [128, 128] are stored as [N/128, K/128],
+K/128 padded to a multiple of 4. The tests bind each call to torch's signature and to these checks. It is used only
+after `scaled_mm_unsupported_reason` has compared its GEMMs with the emulation on the device.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class ScaledMMFp8Linear(Fp8Linear):
         return x.dtype == torch.bfloat16 and self.expert_ops.block_size == SCALED_MM_BLOCK and is_whole
 
     def _multiply(self, a: QuantizedTensor, b_values: Tensor, b_scales: Tensor, b_recipe: Any) -> Tensor:
-        """Compute a @ b.T in bfloat16; the scales of b are stored transposed, like the scales of a."""
+        """Compute a @ b.T in bfloat16. The scales of b are stored transposed, like the scales of a."""
         no_swizzle = F.SwizzleType.NO_SWIZZLE
         return self._scaled_mm(
             a.values, b_values.t(), a.scales.t(), F.ScalingType.BlockWise1x128, b_scales.t(), b_recipe,

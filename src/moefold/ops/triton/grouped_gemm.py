@@ -226,7 +226,7 @@ def grouped_gemm(
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         w_EKN: [E, K, N], any strides.
-        offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R. Rows after it are
+        offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R. Rows after it are
             not written.
         source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
         target_R: row of the result that each row is written to, a permutation, int [R]; None: the same row.

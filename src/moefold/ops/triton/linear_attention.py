@@ -268,7 +268,7 @@ def scan_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return outputs, last states, and if `saves` the states before the chunks and the written values.
 
-    The tensors are contiguous, with the shapes of `Chunks`; without read_keys and scores the outputs are empty.
+    The tensors are contiguous, with the shapes of `Chunks`. Without read_keys and scores the outputs are empty.
     """
     shape = values.shape
     out = values.new_empty(shape if read_keys is not None else (0,))

@@ -46,7 +46,7 @@ class TritonPermuteOps:
     """`PermuteOps` of kernels that read and write each row once, in one launch."""
 
     def permute(self, x_TH: Tensor, permutation: Permutation) -> Tensor:
-        """See `PermuteOps`; torch's gather is one kernel already, two with padding."""
+        """See `PermuteOps`. Torch's gather is one kernel already, two with padding."""
         return TORCH_PERMUTE_OPS.permute(x_TH, permutation)
 
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:

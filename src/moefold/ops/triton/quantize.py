@@ -23,7 +23,7 @@ class QuantizedTensor:
     """
 
     values: Tensor
-    """e4m3 [M, K], contiguous; weights are [E, M, K]."""
+    """e4m3 [M, K], contiguous. Weights are [E, M, K]."""
     scales: Tensor
     """float32 [K/block, M]; for weights [E, M/block, K/block]."""
 
@@ -168,7 +168,7 @@ def quantize_columns(
         block_size: a power of two.
 
     Returns:
-        Rows of expert e begin at block `first_block` and are padded with zeros to whole blocks; the space between the
+        Rows of expert e begin at block `first_block` and are padded with zeros to whole blocks. The space between the
         blocks of two experts is not written.
     """
     # Space for one incomplete block of each expert.

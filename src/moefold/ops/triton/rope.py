@@ -31,7 +31,7 @@ def _rope_kernel(
     d = tl.load(sin + angle, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     row_x = x + s * stride_xs + b * stride_xb + head[:, None] * stride_xn
     row_y = y + (tl.program_id(0).to(tl.int64) * num_heads + head[:, None]) * width
-    # Interleaved pairs are neighbours in x and half the dims apart in y; other pairs are half the dims apart in both.
+    # Interleaved pairs are neighbours in x and half the dims apart in y. Other pairs are half the dims apart in both.
     d = -d if IS_BACKWARD else d
     if IS_INTERLEAVED and not IS_BACKWARD:
         # Neighbours are loaded together, as consecutive numbers.
@@ -63,7 +63,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> 
         x: [S, B, heads, D].
         cos: [S, 1 or B, 1, rotated dims], with equal halves.
         sin: same shape.
-        is_interleaved: pairs are neighbouring dims; the output has all first elements before all second elements.
+        is_interleaved: pairs are neighbouring dims. The output has all first elements before all second elements.
     """
     return _TritonRopeFunction.apply(x, cos, sin, is_interleaved)
 

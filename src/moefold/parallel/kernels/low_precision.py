@@ -87,7 +87,7 @@ def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype
     name = linear_backend.quant_format.name
     reason = scaled_mm_unsupported_reason(linear_backend, linear_backend.quant_format, device, dtype)
     if reason:
-        # Each rank tests its own device; the log message is rank 0's.
+        # Each rank tests its own device. The log message is rank 0's.
         logger.warning("train.precision=%r is simulated on %s: %s", name, device, reason)
         return _emulated_kernels(EmulatedLinear(linear_backend.quant_format), reason)
     message = f"train.precision={name!r}: on the tensor cores, one expert after another"

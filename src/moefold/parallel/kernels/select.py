@@ -12,7 +12,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.model.attention import CausalAttention, SelfAttention
-from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
+from moefold.model.causal_blocks import HasAttentionKernel, HasBlockKernel
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
@@ -78,7 +78,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return SelectedKernels()
     reason = triton_unsupported_reason(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
-        # In float32 the Triton GEMMs would not use the tensor cores; torch's GEMMs may.
+        # In float32 the Triton GEMMs would not use the tensor cores. Torch's GEMMs may.
         return SelectedKernels(
             message=f"{Setting('run.kernels', 'auto')}: plain, as {reason or Setting('run.dtype', cfg.run.dtype)}"
         )
@@ -95,7 +95,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
 
 
 def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
-    """Set the selected kernels on the layers; call it before `set_positions`.
+    """Set the selected kernels on the layers. Call it before `set_positions`.
 
     The embedding, the head and the routers compute in higher precision than the layers.
     """
@@ -110,9 +110,9 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
         if not isinstance(module, SelfAttention):
             continue
         core = module.core_attention
-        if isinstance(core, TakesKernel):
+        if isinstance(core, HasAttentionKernel):
             core.kernel = kernels.attention
-        if isinstance(core, TakesBlockKernel):
+        if isinstance(core, HasBlockKernel):
             core.block_kernel = kernels.block_attention
         if isinstance(core, CausalAttention) and kernels.autotuner.is_enabled:
             core.tuner = kernels.autotuner

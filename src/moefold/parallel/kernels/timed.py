@@ -15,7 +15,7 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
     """Let all ranks choose by the times that rank 0 finds in its cache; return the line to log. Collective.
 
     Args:
-        autotuner: autotuner of this rank; it is enabled on all ranks or on no rank.
+        autotuner: autotuner of this rank. It is enabled on all ranks or on no rank.
     """
     if not autotuner.is_enabled:
         return ""

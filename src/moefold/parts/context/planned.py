@@ -38,9 +38,9 @@ class PlannedContext(MicroBatchSetPlan, ContextPart):
         for placement, hosts in product(get_args(TokenPlacement), get_args(AttentionHosts)):
             yield replace(self, placement=placement, hosts=hosts)
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with divisible documents of few tokens and a legal pool, so that work still moves."""
-        is_legal = self.pool and self.pool % to.cp == 0 and to.dp * to.cp % self.pool == 0
+        is_legal = self.pool and self.pool % small.cp == 0 and small.dp * small.cp % self.pool == 0
         return replace(self, block=min(self.block, MAX_SMALL_BLOCK), pool=self.pool if is_legal else 0)
 
     def unused_keys(self, data: "DataConfig", parallel: "ParallelConfig") -> Iterator[UnusedKeys]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBeforeChoice(RouterSoftmaxPart):
-    """The softmax over all experts, before the top-k; each chosen expert has its value."""
+    """The softmax over all experts, before the top-k. Each chosen expert has its value."""
 
     is_post: ClassVar[bool | None] = False
 

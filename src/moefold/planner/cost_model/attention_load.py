@@ -31,7 +31,7 @@ class AttentionPeers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """Attention work of one layer and micro-batch set, per token of a rank; rows are counted in one rank's exchange."""
+    """Attention work of one layer and micro-batch set, per token of a rank. Rows are counted in one rank's exchange."""
 
     keys: float
     """Visible keys for each query of the busiest rank of a waiting group, on average over the micro-batch sets."""

@@ -1,6 +1,6 @@
 """Cost model of collectives, by algorithm and link level, for groups of ranks at a stride.
 
-Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
+Ranks are laid out with tp fastest. So a group of `size` ranks at a distance of `stride` lies within one link level, or
 spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank. A unit has
 as many NICs as ranks of the group.
 """
@@ -49,7 +49,7 @@ def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     """
     slowest = latency = 0.0
     for link, below, units in levels_of(device, group):
-        # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
+        # All bytes pass every link of a ring. Each rank of a unit adds its own NIC to the ring of this level.
         slowest = max(slowest, full_bytes * (units - 1) / units / below / link.reached_bytes_per_s)
         latency += link.latency_s * (log2(units) + 1)
     return slowest + latency

@@ -120,8 +120,8 @@ HIDDEN_DP_FRACTION = 0.9
 
 EXPOSED_ZERO3_FRACTION = 0.1376
 """Part of the ZeRO-3 all-gathers and reduce-scatters of each micro-batch that compute does not hide even where there is
-enough of it: they share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all,
-and a prefetch of one layer does not hide a gather that is longer than the layer before."""
+enough of it. They share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all.
+A prefetch of one layer does not hide a gather that is longer than the layer before."""
 
 COPY_BYTES = (4, 8)
 """Memory traffic of FSDP2 for each gathered parameter (copied out of the flat buffer) and each reduced gradient (cast

@@ -1,7 +1,7 @@
 """Cost model of one layer for one micro-batch, item by item in the order of execution.
 
-Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
-attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
+Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once.
+Attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ DROP_KERNELS = Launches(20, 34)
 """Further kernels of moefold's layers that drop tokens. Source: the same traces."""
 
 FULL_SPEED_HEAD_SIZE = 128
-"""Width of a head from which attention has its full rate; smaller heads need as many exponentials. Source:
+"""Width of a head from which attention has its full rate. Smaller heads need as many exponentials. Source:
 arXiv:2407.08608 fig. 5 and 6."""
 
 MIN_ATTENTION_LENGTH = 256.0
@@ -91,7 +91,7 @@ UNFUSED_CLAMP_FACTOR = 4.314
 prior 2, on GPT-OSS-120B on 64 B200, with 8,213 tokens/s in the container 25.11 and 13,722 in the next one."""
 
 EXPERT_KERNELS = Launches(2, 4)
-"""GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
+"""GEMMs of one expert, forward and backward. Each is a kernel without grouped GEMM."""
 CAST_KERNELS = Launches(2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
@@ -134,7 +134,7 @@ class Projections(NamedTuple):
     latent_rank: int
     """Mean width of the latents that are projected up to the heads; 0: heads are projected from the hidden state."""
     index_params: int
-    """Weights of the indexer, which tp replicates; each rank projects its own tokens."""
+    """Weights of the indexer, which tp replicates. Each rank projects its own tokens."""
 
 
 @lru_cache(maxsize=1024)
@@ -212,7 +212,7 @@ class BlockTime:
 
 
 def stack_blocks(blocks: Sequence[BlockTime], places: Sequence[int]) -> BlockTime:
-    """Return the blocks at some places as one whose sums are arrays, [places]; it cannot be recomputed."""
+    """Return the blocks at some places as one whose sums are arrays, [places]. It cannot be recomputed."""
     rows: Any = np.array([(*b.forward_cost, *b.backward_cost, *b.kernels, b.host_syncs) for b in blocks])[places].T
     forward, backward = (
         tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
@@ -402,7 +402,7 @@ class _MixerCost(_BlockCost):
         head = (core.key_width + core.value_width) / 2
         scores_s, _ = attention_core_s(self.device, self.workload.dtype, scores, keys, head)
         heads = max(1.0, core.kv_heads / self.tp)
-        # Copies of the selected keys and values in float32 are written and read; their gradients are also added.
+        # Copies of the selected keys and values in float32 are written and read. Their gradients are also added.
         copies_s = self.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
         return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
@@ -616,7 +616,7 @@ class _MoECost(_BlockCost):
     def _kernel_counts(self) -> Launches:
         """Return the kernel launches of the block.
 
-        moefold and fused experts have one kernel for all experts; other software has kernels for each expert.
+        moefold and fused experts have one kernel for all experts. Other software has kernels for each expert.
         """
         kernels = self.kernel_counts("moe")
         if self.fuses_experts:
@@ -662,7 +662,7 @@ class _MoECost(_BlockCost):
         return tuple(map(self._transfer, self.mapping.dispatcher.traffic(sent)))
 
     def _transfer(self, transfer: Transfer) -> CostItem:
-        """Return the time of a collective; ranks of ep wait for the busiest of them."""
+        """Return the time of a collective. Ranks of ep wait for the busiest of them."""
         # If coupled, the ranks of tp and cp lie between neighbours of ep.
         stride = self.tp * self.mapping.cp if self.workload.is_coupled else self.etp
         group, imbalance = {

@@ -35,10 +35,10 @@ COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
 LAYER_PARTS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "permute")
 COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
 TIME_CATEGORIES = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
-"""Parts of a step; every second belongs to one of them."""
+"""Parts of a step. Every second belongs to one of them."""
 
 HIDDEN_ALL_TO_ALL_FRACTION = 0.5975
-"""Part of the expert all-to-all that overlap can hide if there is enough compute; the first and last all-to-all have no
+"""Part of the expert all-to-all that overlap can hide if there is enough compute. The first and last all-to-all have no
 compute to run under. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
 
 HIDDEN_TP_FRACTION = 0.7
@@ -57,7 +57,7 @@ CHUNK_CALL_S = 0.0001053
 receives are posted, and the next chunk is called."""
 
 HOST_DEVICE_NORM = 4
-"""Exponent of the norm that joins the seconds of host and device; if infinite, they never wait for each other."""
+"""Exponent of the norm that joins the seconds of host and device. If infinite, they never wait for each other."""
 
 GRAPH_GAP_SHARE = 0.455
 """Gap between two kernels of a CUDA graph over `Device.kernel_gap_s`."""
@@ -65,7 +65,7 @@ GRAPH_GAP_SHARE = 0.455
 EXPOSED_OFFLOAD_FRACTION = 0.05
 """Part of activation offload that stays exposed where there is enough compute to hide it: copies are launched, and use
 memory bandwidth that kernels need. A CPU exposed 0.2 to 0.3 % of it, with the disk's cache as host memory
-(docs/memory.md); no GPU has been measured."""
+(docs/memory.md). No GPU has been measured."""
 
 STEP_OVERHEAD_S = 0.01
 """Constant part of each step: gradient norm across ranks, loss, data, host work between steps."""
@@ -128,7 +128,7 @@ class StepTime:
 
     total_s: float
     parts: dict[str, float]
-    """Seconds by part on the busiest pipeline rank; they add up to `total_s`."""
+    """Seconds by part on the busiest pipeline rank. They add up to `total_s`."""
     num_micro_batches: int
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
@@ -222,7 +222,7 @@ class CostModel:
         """Compute the times of pipelines under memory strategies.
 
         Args:
-            mapping: the mapping; its pipeline, recomputation and offload do not count.
+            mapping: the mapping. Its pipeline, recomputation and offload do not count.
             pipelines: pipelines that are legal with it.
             strategies: None recomputes and offloads nothing, which is a lower bound.
         """
@@ -289,7 +289,7 @@ class CostModel:
 
     @memoised(all_arguments)
     def _pipeline_table(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> "_PipelineTable":
-        """Return the contents of the ranks of some pipelines; ranks with equal layers are merged."""
+        """Return the contents of the ranks of some pipelines. Ranks with equal layers are merged."""
         found = [
             Counter((*layers, has_loss) for layers, _, has_loss in self.rank_contents(pp, p.vpp, p.schedule))
             for p in pipelines
@@ -307,7 +307,7 @@ class CostModel:
         return _PipelineTable(counts, shares, np.array([[pipeline.vpp] for pipeline in pipelines]), places)
 
     def _layer_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
-        """Return the values that decide the time of a layer; without experts, their degrees are not among them."""
+        """Return the values that decide the time of a layer. Without experts, their degrees are not among them."""
         experts = (m.ep, m.etp, m.dispatcher, m.overlap) if self.model_spec.kinds[kind].ffn.is_routed else ()
         return (kind, m.tp, m.cp, m.mbs, self.attention_peers(m), *experts)
 
@@ -331,7 +331,7 @@ class CostModel:
         busy = sum(forward), sum(backward) + recompute_s
         launch_s = self._launch_gaps_s(blocks, busy, strategies)
         busy = busy[0] + launch_s[0], busy[1] + launch_s[1]
-        # Published steps do not give the dtypes that they offload; their offload is assumed hidden.
+        # Published steps do not give the dtypes that they offload. Their offload is assumed hidden.
         offloaded: Any = 0.0
         if strategies.offloads and not self.workload.is_megatron:
             offloaded = self.activation_memory.offloaded_bytes(mapping, strategies)[:, kind]
@@ -431,7 +431,7 @@ class CostModel:
                 kernels = block.kernels[direction] + direction * repeats * block.kernels[0]
                 gaps = gaps + kernels * (1.0 if share else GRAPH_GAP_SHARE)
                 host = host + kernels * share
-            # With equal segments a layer would take the longer of both times; they differ, so it takes a little more.
+            # With equal segments a layer would take the longer of both times. They differ, so it takes a little more.
             device_s = seconds + gaps * device.kernel_gap_s
             joined = (device_s**HOST_DEVICE_NORM + (host * host_launch_s) ** HOST_DEVICE_NORM) ** (1 / HOST_DEVICE_NORM)
             waits.append(joined - seconds)

@@ -197,7 +197,7 @@ class RecordedRouting:
 
     Args:
         folder: a run with `moe.trace_every`, or its folder `routing`.
-        model: the model that is priced; it has the experts of the trace.
+        model: the model that is priced. It has the experts of the trace.
 
     Raises:
         ConfigError: there is no trace, it holds no step, or it is of another model.

@@ -27,7 +27,7 @@ RANKS_OF_ALL_SETS = 1024
 less."""
 
 SAMPLES_OF_EFFECTIVE_LENGTH = 2048
-"""Samples for the effective length; it needs many, because few long documents decide it."""
+"""Samples for the effective length. It needs many, because few long documents decide it."""
 
 Floats = NDArray[np.float64]
 
@@ -171,7 +171,7 @@ class DocumentLoads:
         return self.known_sets[key]
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
-        """Return the first samples of the seed; a longer draw begins with the samples of a shorter one."""
+        """Return the first samples of the seed. A longer draw begins with the samples of a shorter one."""
         if count not in self._drawn:
             self._drawn[count] = self.samples.draw(self.seq_len, count, self.seed)
         return self._drawn[count]

@@ -26,7 +26,7 @@ from moefold.message_text import Setting
 MAX_LENGTH = 2**40
 """Longest document that a file may have, in tokens."""
 MAX_EXPONENT = 200
-"""Largest exponent, of either sign, of the density within a class; its mean is then near an end of the class."""
+"""Largest exponent, of either sign, of the density within a class. Its mean is then near an end of the class."""
 
 Lengths = NDArray[np.int64]
 Shares = list[Annotated[float, Field(ge=0)]]
@@ -58,7 +58,7 @@ class LengthHistogram:
     name: str
     source: str
     upper: tuple[int, ...]
-    """Upper end of each class, ascending; a class begins where the one before it ends, the first at 1 token."""
+    """Upper end of each class, ascending. A class begins where the one before it ends, the first at 1 token."""
     documents: tuple[float, ...]
     """Share of the documents in each class."""
     exponents: tuple[float, ...]
@@ -80,7 +80,7 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class ListedLengths:
-    """Lengths of single documents; they are drawn with replacement."""
+    """Lengths of single documents. They are drawn with replacement."""
 
     name: str
     source: str

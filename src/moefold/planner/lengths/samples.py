@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 DRAWN_AT_ONCE = 4096
 MAX_RUN_SAMPLES = 1024
-"""Maximum number of samples of a run whose documents are measured; they are its first samples."""
+"""Maximum number of samples of a run whose documents are measured. They are its first samples."""
 
 
 SampleLengths = tuple[int, ...]
-"""Lengths of the documents of a sample, in their order; they add up to S."""
+"""Lengths of the documents of a sample, in their order. They add up to S."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StreamedSamples:
         return self.distribution.source
 
     def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """Return the document lengths of some samples of `seq_len` tokens; equal arguments give equal samples."""
+        """Return the document lengths of some samples of `seq_len` tokens. Equal arguments give equal samples."""
         # NumPy promises that this generator's numbers stay the same in all versions (NEP 19).
         generator = np.random.RandomState(seed)
         end = seq_len * count
@@ -66,7 +66,7 @@ class StreamedSamples:
 
 @dataclass(frozen=True)
 class RecordedSamples:
-    """Samples whose document lengths were read from data; they are drawn with replacement."""
+    """Samples whose document lengths were read from data. They are drawn with replacement."""
 
     name: str
     source: str
@@ -74,7 +74,7 @@ class RecordedSamples:
     """At least one sample, all with the same number of tokens."""
 
     def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """Return the document lengths of some samples, as `StreamedSamples.draw`; all have `seq_len` tokens."""
+        """Return the document lengths of some samples, as `StreamedSamples.draw`. All have `seq_len` tokens."""
         assert sum(self.samples[0]) == seq_len, (sum(self.samples[0]), seq_len)
         generator = np.random.RandomState(seed)
         return [self.samples[i] for i in generator.randint(len(self.samples), size=count).tolist()]

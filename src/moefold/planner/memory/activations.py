@@ -80,7 +80,7 @@ class ActivationMemoryTable:
 
     Args:
         workload: the batch and the routing, whose imbalance scales the dispatch buffers.
-        cfg: the recipe; its mapping does not count.
+        cfg: the recipe. Its mapping does not count.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from moefold.units import GIB
 OVERHEAD_GIB = 3.0
 """CUDA context, buffers of NCCL and of the GEMM libraries, and fragmentation of the allocator."""
 REPORTED_ACTIVATIONS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
-"""Parts of the activations that are reported separately; the others are "activations"."""
+"""Parts of the activations that are reported separately. The others are "activations"."""
 MEMORY_PARTS = (*STATE_PARTS, "activations", *REPORTED_ACTIVATIONS.values(), "workspace")
 """Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device,
 and the excess of prefetched moments over the activations of the peak; `buffers` are of the router, RoPE and the

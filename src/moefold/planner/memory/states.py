@@ -19,7 +19,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
-"""Parts of `STATE_FIELDS`; gradients are the reduced gradients or their unsharded sums, whichever are larger."""
+"""Parts of `STATE_FIELDS`. Gradients are the reduced gradients or their unsharded sums, whichever are larger."""
 
 
 class StateMemoryTable:
@@ -27,7 +27,7 @@ class StateMemoryTable:
 
     Args:
         workload: its dtypes of gradients and moments replace the recipe's dtypes.
-        cfg: the recipe; its mapping does not count.
+        cfg: the recipe. Its mapping does not count.
     """
 
     def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, kernels: KernelProfile) -> None:

@@ -16,7 +16,7 @@ from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.key_annotations import range_problems
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, word_of
+from moefold.config.part import Part, kind_or_part
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
@@ -24,22 +24,23 @@ from moefold.message_text import Problem
 from moefold.topology.layout import DEGREES, fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory_savings import validate_offload, validate_offload_dir, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES
+from moefold.validate.moe import TRAINING_ONLY_RULES, shortcut_stage_errors, validate_shortcut
 from moefold.validate.parallel import (
     DEGREE_RULES,
-    auto_layout_errors,
     validate_attention_pool,
     validate_batch_size,
     validate_degrees,
     validate_dispatch_kernels,
     validate_expert_overlap,
+    validate_sequence_length,
+)
+from moefold.validate.pipeline import (
+    auto_layout_errors,
     validate_micro_batch_count,
     validate_pipeline_layout,
     validate_schedule,
-    validate_sequence_length,
 )
-from moefold.validate.rollout_experts import validate_rollout_experts
-from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
+from moefold.validate.rl import validate_rollout_experts
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
 from moefold.validate.train import validate_loss_chunk
@@ -67,7 +68,7 @@ AxisValues = Mapping[str, Any]
 
 
 def _samples_per_dispatch(values: AxisValues) -> float:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number.
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp). Equal ratios of integers give the same number.
 
     It is 0 for a dispatcher without its own rules, which alone may read the tokens of a dispatch.
     """
@@ -146,7 +147,7 @@ class MappingConstraints:
     """Cached results of the runtime's rules for the mappings of one recipe.
 
     Args:
-        cfg: a recipe; its mapping gives only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout`.
+        cfg: a recipe. Its mapping gives only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout`.
 
     Raises:
         ConfigError: the recipe cannot run under any mapping.
@@ -224,7 +225,7 @@ class Fold(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """The degrees that determine the fold; dp and edp follow."""
+        """The degrees that determine the fold. Dp and edp follow."""
         return {axis: getattr(self, axis) for axis in DEGREES}
 
 
@@ -288,7 +289,7 @@ class Restriction:
     method: str = FOLDED
     """A key of `METHODS`."""
     offload: bool = False
-    """True if offload of activations and moments is searched; a fixed or the recipe's own offload is searched too."""
+    """True if offload of activations and moments is searched. A fixed or the recipe's own offload is searched too."""
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
@@ -297,7 +298,9 @@ class Restriction:
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
         """Return the restriction with the recipe's external part in place of a fixed kind that the recipe has."""
-        parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
+        parts = {
+            axis: kind_or_part(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed
+        }
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
 

@@ -1,8 +1,9 @@
 """Memory of the mappings of a space before any is priced: lower bounds, the mappings that may fit, and the smallest.
 
-A lower bound of a fold has the share of a rank in the states, one gathered layer and the inputs of its layers, the
-least that recomputation leaves, at three snapshots of the step, for all folds of a view at once. Folds are looked at by
-their bounds, least first, and the first mapping that fits, or whose memory is below all other bounds, ends the walk.
+A lower bound of a fold has the share of a rank in the states, one gathered layer, and the inputs of its layers, the
+least that recomputation leaves. It is computed at three snapshots of the step, for all folds of a view at once. Folds
+are looked at by their bounds, least first, and the first mapping that fits, or whose memory is below all other bounds,
+ends the walk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 SHARDED_PARTS = ("weights", "gradients", "optimizer")
-"""Parts of the states; every rank holds at least its share of them."""
+"""Parts of the states. Every rank holds at least its share of them."""
 
 ByteCounts = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]

@@ -335,7 +335,7 @@ class Search:
         return float(passes.seconds.min()), least_s
 
     def _layers_s(self, fold: Fold, mbs: int) -> float:
-        """Return the seconds of `_add_layer_bounds`; without a legal dispatcher they are inf."""
+        """Return the seconds of `_add_layer_bounds`. Without a legal dispatcher they are inf."""
         return self._layer_bounds[self._layers_key(fold, mbs)][0]
 
     def _least_recompute_s(
@@ -464,7 +464,7 @@ class Search:
                     yield m, np.where(may_win, self.cost_model.step_s(passes, m, i), inf)
 
     def smallest_plan(self) -> PlannedMapping:
-        """Return the mapping of least memory; the space has one."""
+        """Return the mapping of least memory. The space has one."""
         return self.price(self.memory.smallest[1])
 
 

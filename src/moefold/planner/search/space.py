@@ -17,7 +17,7 @@ from typing import Any
 
 from moefold.config.chosen import part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import Part, word_of
+from moefold.config.part import Part, kind_or_part
 from moefold.config.part_registry import built_in_kinds
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
@@ -48,7 +48,7 @@ NON_LAYER_STAGE_PARTS = ("E", "L")
 
 
 def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
-    """Return the order of trying schedules; the first is chosen of those that take equally long."""
+    """Return the order of trying schedules. The first is chosen of those that take equally long."""
     part = schedule_named(schedule)
     return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
 
@@ -65,7 +65,7 @@ class AttentionView:
     dp: int
     pp: int
     pipelines_by_mbs: tuple[tuple[int, tuple[PipelineVariant, ...]], ...]
-    """Each legal micro-batch size, ascending, with its legal pipelines; there is at least one of each."""
+    """Each legal micro-batch size, ascending, with its legal pipelines. There is at least one of each."""
 
 
 class MappingSpace:
@@ -190,7 +190,7 @@ class MappingSpace:
         A kind of another package is loaded only if the recipe or the restriction names it.
         """
         names = [name for name in built_in_kinds(DispatcherPart.group) if self.restriction.allows("dispatcher", name)]
-        named = self.restriction.fixed.get("dispatcher", word_of(self._cfg.parallel.dispatcher))
+        named = self.restriction.fixed.get("dispatcher", kind_or_part(self._cfg.parallel.dispatcher))
         values = names if named in names or not self.restriction.allows("dispatcher", named) else [*names, named]
         parts = {
             part_of_kind(self._cfg, DispatcherPart, value) if isinstance(value, str) else value: value
@@ -271,7 +271,7 @@ class MappingSpace:
         )
 
     def _iterate_views(self) -> Iterator[AttentionView]:
-        """Yield the attention views; each axis is checked by its own rules before it is combined."""
+        """Yield the attention views. Each axis is checked by its own rules before it is combined."""
         world = self._cfg.parallel.world_size
         for pp in divisors(world):
             for tp in divisors(world // pp):
@@ -369,7 +369,7 @@ class MappingSpace:
 
     def _schedules(self) -> list[str | Part]:
         """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
-        asked = self.restriction.fixed.get("schedule", word_of(self._cfg.parallel.schedule))
+        asked = self.restriction.fixed.get("schedule", kind_or_part(self._cfg.parallel.schedule))
         named = dict.fromkeys((*choices_of("parallel", "schedule"), asked))
         return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 
@@ -381,7 +381,7 @@ MAX_SAMPLED_FOLDS = 8
 def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -> str:
     """Explain in one line why a part of the space is empty.
 
-    A mapping that is legal without one of the fixed axes is given that axis's value; the runtime's error is the reason.
+    A mapping that is legal without one of the fixed axes is given that axis's value. The runtime's error is the reason.
     If no single axis is the cause, the fixed axes are tried with few other degrees.
     """
     return (

@@ -4,7 +4,7 @@ Every pipeline rank has two streams, for compute and for the collectives inside 
 each rank that it sends to. A rank runs the slots of its row in order. An action is a chain of segments that run one
 after another, each on one stream. A single action in a slot has both streams. Two actions that overlap begin when the
 inputs of both are there, and share the streams: first come, first served, the backward pass first in a tie. Messages
-are sent over the link after the slot has ended and when the link is free; the receiver need not be ready.
+are sent over the link after the slot has ended and when the link is free. The receiver need not be ready.
 
 The ranks of a stage are assumed to run at the same speed: one rank stands for all of them. Slots contain one action, or
 a forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedules.py`).
@@ -51,12 +51,12 @@ class StageSegments:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Stragglers and jitter, which slow down compute; collectives and messages keep their duration."""
+    """Stragglers and jitter, which slow down compute. Collectives and messages keep their duration."""
 
     slowdown_by_rank: Mapping[int, float] = field(default_factory=dict)
     """Compute slowdown factor by pipeline rank."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of each action's time; the median is unchanged."""
+    """Standard deviation of the logarithm of each action's time. The median is unchanged."""
     seed: int = 0
 
     def slowdown(self, rank: int, action: Action) -> float:
@@ -244,7 +244,7 @@ def simulate_mapping(
 
 
 MAX_SIMULATED_SETS = 32
-"""Micro-batch sets of drawn documents that are priced one by one; further micro-batches repeat them."""
+"""Micro-batch sets of drawn documents that are priced one by one. Further micro-batches repeat them."""
 
 
 def _models_of_sets(cost_model: CostModel, num_micro_batches: int) -> list[CostModel]:

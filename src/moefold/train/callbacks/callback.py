@@ -44,7 +44,7 @@ class TrainingContext:
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call before a checkpoint is saved, on all ranks; they may communicate."""
+    """Functions to call before a checkpoint is saved, on all ranks. They may communicate."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the loop has ended without an error and every callback has ended, on all ranks."""
     save_s: float = 0.0
@@ -146,7 +146,7 @@ class Callback:
         return bool(self.metrics) or type(self).measure is not Callback.measure
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint as JSON values; rank 0's state is stored, and each rank gets it back."""
+        """Return the state for a checkpoint as JSON values. Rank 0's state is stored, and each rank gets it back."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

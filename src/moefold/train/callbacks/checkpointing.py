@@ -49,9 +49,9 @@ class SaveHistory:
 class Checkpointing(StageCallback):
     """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
-    `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
-    `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
-    saving has blocked training on this rank.
+    `init_message` describes the source of the initial weights. `checkpoint_dp` is the dp of the loaded checkpoint.
+    `resume_messages` describe the learning rate and the counts after a resume. `total_save_s` is the time that saving
+    has blocked training on this rank.
     """
 
     stage = CallbackStage.SAVE

@@ -29,7 +29,7 @@ from moefold.train.data_loader import DataLoader
 class ReferencePass(StageCallback):
     """Callback that fills in the column "reference_log_probs" before the first step.
 
-    A new run computes it with its initial weights under its own mapping and stores it in the run folder; a resumed run
+    A new run computes it with its initial weights under its own mapping and stores it in the run folder. A resumed run
     reads it from there.
 
     Args:

@@ -17,7 +17,7 @@ class LogProbCapture:
     They are computed as `PolicyGradientLoss` computes them, so equal weights have equal log-probabilities.
 
     Args:
-        terms: names of the loss terms; a pipeline has room for the terms of the loss that it was built with.
+        terms: names of the loss terms. A pipeline has room for the terms of the loss that it was built with.
     """
 
     def __init__(self, temperature: float, terms: tuple[str, ...] = ("log_probs",)) -> None:

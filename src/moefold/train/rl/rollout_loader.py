@@ -1,8 +1,8 @@
 """Batches of reinforcement learning: sample rollouts of prompts, score them, and pack them into training samples.
 
-All ranks sample their share of the groups; then every rank has all rollouts, and computes the same advantages and the
+All ranks sample their share of the groups. Then every rank has all rollouts, and computes the same advantages and the
 same packing, so the global batch does not depend on the mapping.
-With `rl.staleness` rounds are sampled ahead and wait in a `RoundQueue`; with `rollout.ranks` other ranks sample them
+With `rl.staleness` rounds are sampled ahead and wait in a `RoundQueue`. With `rollout.ranks` other ranks sample them
 meanwhile, and each rank receives the rows that it trains on.
 """
 
@@ -205,7 +205,7 @@ class RolloutLoader:
         return replace(step.batch, columns=columns, mismatch_limit=limit), self._samples
 
     def _mismatch_limit(self, *, is_stale: bool) -> float:
-        """Return the mismatch limit of the first batch of a round; the weights of later ones have changed."""
+        """Return the mismatch limit of the first batch of a round. The weights of later ones have changed."""
         cfg = self._cfg
         return mismatch_limit(cfg.run, cfg.moe, cfg.rl, is_exact=self.sampling.is_exact, is_stale=is_stale)
 

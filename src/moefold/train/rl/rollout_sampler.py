@@ -71,7 +71,7 @@ class RoundSampler:
     def sample(
         self, prompts: PromptSource, position: PromptPosition, version: int, statistics: RoundStatistics
     ) -> Round:
-        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace groups of equal rewards.
+        """Sample the groups of the next `rl.updates` steps. With rl.mixed_only, replace groups of equal rewards.
 
         Raises:
             RunError: a reward function failed.

@@ -62,7 +62,7 @@ class _Differences:
 
 @dataclass(frozen=True)
 class _RunningExchange:
-    """An exchange under way; the sites have not voted on it yet."""
+    """An exchange under way. The sites have not voted on it yet."""
 
     differences: _Differences
     sent: SentVector
@@ -493,7 +493,7 @@ class LossSpike:
     """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
 
     Args:
-        gap: minimum number of steps between two rounds; no more steps are compared.
+        gap: minimum number of steps between two rounds. No more steps are compared.
     """
 
     def __init__(self, gap: int) -> None:

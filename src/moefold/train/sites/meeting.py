@@ -16,7 +16,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, keys_of, without_source, word_of
+from moefold.config.part import Part, keys_of, kind_or_part, without_source
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
@@ -54,7 +54,7 @@ def equal_settings(
     model = flat_settings(
         {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
     )
-    schedule = word_of(mapping.schedule)
+    schedule = kind_or_part(mapping.schedule)
     parallel = keys_of(mapping) | {"schedule": schedule.as_table() if isinstance(schedule, Part) else schedule}
     own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.part.counts_steps else set())
     keys = {key: without_source(value, "file") for key, value in keys_of(sites_config).items()}

@@ -28,7 +28,7 @@ class _ChoiceRecorder:
         self.chosen: list[tuple[Tensor, Tensor]] = []
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Record the choices; the result is the same tensor, see `RouterOverride`."""
+        """Record the choices. The result is the same tensor, see `RouterOverride`."""
         ids_BSK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1]).transpose(0, 1)
         is_counted = sample_ids_B < self.num_samples
         self.chosen.append((sample_ids_B[is_counted].cpu(), ids_BSK[is_counted].to("cpu", torch.int16)))
@@ -91,7 +91,7 @@ def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) 
     """Count the equal choices of one member and the others for the same tokens. Local.
 
     Args:
-        gathered: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
+        gathered: choices of each member, int16 [members, tokens, K]. The K experts of a token differ.
         weights: weight of each member; choices of members of weight 0 are not read.
 
     Returns:

@@ -56,9 +56,9 @@ class Gated(AttentionPart):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1, drawn="output")
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return it with few narrow heads, for `moefold verify --shrink`."""
-        return replace(self, num_heads=to.query_heads(self.num_heads, self.num_heads), head_dim=to.head_dim)
+        return replace(self, num_heads=small.query_heads(self.num_heads, self.num_heads), head_dim=small.head_dim)
 
     def core(self, hidden: int) -> AttentionCore:
         """Return the heads, whose keys and values are cached."""

@@ -53,7 +53,7 @@ class ExpertMigration(Protocol):
     """Experts that are computed on another rank than their owner for one micro-batch."""
 
     def migrate(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Send and receive expert weights; gradients of received weights are returned to the owner and added there.
+        """Send and receive expert weights. Gradients of received weights are returned to the owner and added there.
 
         Collective in forward and backward: every rank of the group calls it, also without weights to send or receive,
         and must use the first list differentiably.
@@ -210,7 +210,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         This default never yields.
 
         Args:
-            rows: tokens to send; they must not change before the last step.
+            rows: tokens to send. They must not change before the last step.
             compute: work that does not need the received tokens, done before the first yield.
         """
         computed = None if compute is None else compute()

@@ -25,7 +25,7 @@ class LocalDispatcher(PartialSumDispatcher[DispatchState]):
         self.fp8_dispatch = fp8_dispatch
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DispatchState]:
-        """Plan the permutation by expert; rows of dropped tokens follow the experts' rows where counting waits."""
+        """Plan the permutation by expert. Rows of dropped tokens follow the experts' rows where counting waits."""
         ids_TK = routing_map.ids_TK
         permutation = plan_permutation(
             ids_TK, self._num_experts, routing_map.kept_TK, routing_map.padded_capacity, num_rows=ids_TK.numel()

@@ -99,7 +99,7 @@ class ValidatingDispatcher(Dispatcher[Any]):
         return self._inner.combine_postprocess(rows, metadata)
 
     def dispatch_probs(self, metadata: Any) -> tuple[Tensor, Any]:
-        """See base class; the collectives are the same as in `dispatch_communicate`, if any."""
+        """See base class. The collectives are the same as in `dispatch_communicate`, if any."""
         self._compare("probs", 1, self._inner.split_sizes(metadata))
         return self._inner.dispatch_probs(metadata)
 

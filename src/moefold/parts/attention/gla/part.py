@@ -25,9 +25,9 @@ class GlaPart(LinearAttentionPart):
     gate_rank: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 16
     """Width between the two projections of the decays."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with a low rank of decays; see base class."""
-        return replace(super().shrink(to), gate_rank=min(self.gate_rank, to.head_dim))
+        return replace(super().shrink(small), gate_rank=min(self.gate_rank, small.head_dim))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `GatedLinearAttention`; see base class."""
@@ -41,7 +41,7 @@ class GlaPart(LinearAttentionPart):
         yield norm_param("norm", self.value_head_dim, drawn="ones")
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the states; each is read and written once, and decays."""
+        """Return the states. Each is read and written once, and decays."""
         return AttentionCore(
             state_size=self.state_size, transition_size=self.transition_size, state_flops=6 * self.state_size
         )

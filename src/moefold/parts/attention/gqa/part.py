@@ -75,15 +75,15 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with few narrow heads, grouped as before."""
         return replace(
             self,
-            num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
-            num_kv_heads=to.key_value_heads(self.num_kv_heads),
-            head_dim=to.head_dim,
-            indexer=self.indexer.shrink(to) if self.indexer else None,
-            temperature=self.temperature.shrink(to) if self.temperature else None,
+            num_heads=small.query_heads(self.num_heads, self.num_kv_heads),
+            num_kv_heads=small.key_value_heads(self.num_kv_heads),
+            head_dim=small.head_dim,
+            indexer=self.indexer.shrink(small) if self.indexer else None,
+            temperature=self.temperature.shrink(small) if self.temperature else None,
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from moefold.parts.attention.gqa.part import GqaPart
 
 
 class SparseAttention(SelectingAttention, GroupedQueryAttention):
-    """Grouped-query attention over selected keys; the queries of the indexer come from the input of the layer."""
+    """Grouped-query attention over selected keys. The queries of the indexer come from the input of the layer."""
 
     def __init__(self, part: GqaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)

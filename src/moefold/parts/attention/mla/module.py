@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moefold.config.groups.attention import AttentionCore, AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
-from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
+from moefold.model.attention import SelfAttention, gate_heads, sdpa_supports_narrow_values
 from moefold.model.indexer import Selection
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
@@ -197,7 +197,7 @@ class LatentAttention(SelfAttention):
         blocks of context parallelism have kernels of one head dim.
         """
         has_limits = self.window > 0 or (documents is not None and documents.divide(0, len(documents.starts_SB)))
-        return not takes_narrow_values(device) or self.attends_in_blocks or has_limits or self._has_wide_values
+        return not sdpa_supports_narrow_values(device) or self.attends_in_blocks or has_limits or self._has_wide_values
 
     def _expand_heads(
         self, query: Tensor, key_value: Tensor, shared_key: Tensor, rope: Rope | NoRope

@@ -45,24 +45,24 @@ class MlaPart(SoftmaxAttentionPart):
     qk_nope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of the part of a query and key head without RoPE."""
     qk_rope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 16
-    """Width of the part of a query and key head with RoPE; all heads share its key."""
+    """Width of the part of a query and key head with RoPE. All heads share its key."""
     v_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a value head."""
     scale_latents: bool = False
     """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and
     kv_lora_rank for the key-value latent (LongCat-Flash)."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with few heads, and widths that differ from each other."""
         return replace(
             self,
-            num_heads=to.query_heads(self.num_heads, self.num_heads),
-            q_lora_rank=to.head_dim + 4 if self.q_lora_rank else 0,
-            kv_lora_rank=to.head_dim + 2,
-            qk_nope_head_dim=to.head_dim - 2,
-            qk_rope_head_dim=to.head_dim // 2,
-            v_head_dim=to.head_dim,
-            indexer=self.indexer.shrink(to) if self.indexer else None,
+            num_heads=small.query_heads(self.num_heads, self.num_heads),
+            q_lora_rank=small.head_dim + 4 if self.q_lora_rank else 0,
+            kv_lora_rank=small.head_dim + 2,
+            qk_nope_head_dim=small.head_dim - 2,
+            qk_rope_head_dim=small.head_dim // 2,
+            v_head_dim=small.head_dim,
+            indexer=self.indexer.shrink(small) if self.indexer else None,
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
@@ -183,7 +183,7 @@ class MlaPart(SoftmaxAttentionPart):
         saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
         saved["attention"] += gate_bytes(self, sizes)
         if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
-            # The norm's output; the gate's projection has its own all-gather of it.
+            # The norm's output. The gate's projection has its own all-gather of it.
             saved["attention"] += sizes.hidden_bytes
         if self.indexer:
             # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.

@@ -12,7 +12,7 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
     """Return the output for the tokens of one document, [S, H].
 
     Args:
-        eps: not used; this layer has no norm.
+        eps: not used. This layer has no norm.
     """
     before, after, values = (x @ weights[f"w{letter}"].T for letter in "bcv")
     if not part.bias:

@@ -27,9 +27,9 @@ class ShortConvolutionPart(AttentionPart):
     bias: bool = False
     """Biases on the convolution and on the projections (LFM2)."""
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with a short kernel."""
-        return replace(self, conv_kernel=min(self.conv_kernel, to.conv_kernel))
+        return replace(self, conv_kernel=min(self.conv_kernel, small.conv_kernel))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `ShortConvolution`; see base class."""
@@ -44,7 +44,7 @@ class ShortConvolutionPart(AttentionPart):
             yield ParamSpec("bo", (hidden,), "attention")
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the last tokens; the convolution counts as a matrix."""
+        """Return the last tokens. The convolution counts as a matrix."""
         return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:

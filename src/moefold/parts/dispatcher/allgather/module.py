@@ -16,7 +16,7 @@ from moefold.model.moe.permute import as_counts, plan_permutation
 
 @dataclass
 class AllGatherMetadata(DispatchState):
-    """Dispatch state of one micro-batch; this rank receives the tokens of all N ranks, [N*T, H]."""
+    """Dispatch state of one micro-batch. This rank receives the tokens of all N ranks, [N*T, H]."""
 
     num_tokens: int
     """Tokens of one rank, T."""
@@ -26,7 +26,7 @@ class AllGatherDispatcher(PartialSumDispatcher[AllGatherMetadata]):
     """Dispatcher with an all-gather of tokens and a reduce-scatter of expert outputs over ep x etp.
 
     Args:
-        experts: the ep x etp ranks that together hold all experts; each has the same number of tokens.
+        experts: the ep x etp ranks that together hold all experts. Each has the same number of tokens.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
     """

@@ -35,12 +35,12 @@ class AllGatherDispatcherPart(DispatcherPart):
         return "dispatch over ep x etp", "combine over ep x etp"
 
     def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
-        """Return an all-gather of all tokens; the routed tokens over etp are priced as the all-to-all's."""
+        """Return an all-gather of all tokens. The routed tokens over etp are priced as the all-to-all's."""
         gathered = sent.tokens * sent.ep
         return Transfer("ep", gathered * sent.row_bytes, gathers=True), *super().traffic(sent)[1:]
 
     def exchange_bytes(self, rows: ExpertRows) -> ExchangeBytes:
-        """Return the bytes of all gathered tokens; their sums are in both types, with indices."""
+        """Return the bytes of all gathered tokens. Their sums are in both types, with indices."""
         ranks = rows.ep * rows.etp
         token = rows.width * (rows.sum_bytes + rows.item_bytes) + INDICES_PER_ROUTED_TOKEN * rows.top_k * INDEX_BYTES
         return ExchangeBytes(

@@ -39,7 +39,7 @@ from moefold.ops.expert_ops import Permutation, PermuteMap
 
 @dataclass(frozen=True)
 class AllToAllMetadata:
-    """Dispatch state of one micro-batch; all split sizes are known before tokens are sent."""
+    """Dispatch state of one micro-batch. All split sizes are known before tokens are sent."""
 
     permutation: Permutation
     probs_TK: Tensor | None
@@ -50,11 +50,11 @@ class AllToAllMetadata:
     output_splits: Sequence[int]
     """Tokens received from each ep member."""
     etp_splits: Sequence[int]
-    """Tokens that each etp member received; every etp member computes all of them."""
+    """Tokens that each etp member received. Every etp member computes all of them."""
     expert_order: tuple[Tensor, Tensor] | None
     """Permutation of the received tokens by expert, and its inverse; None where they are sorted."""
     migration: ExpertMigration | None = None
-    """Migrated experts; tokens of received experts follow the tokens of this rank's experts."""
+    """Migrated experts. Tokens of received experts follow the tokens of this rank's experts."""
 
 
 class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
@@ -231,7 +231,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         sizes: Tensor,
         migration: ExpertMigration | None = None,
     ) -> AllToAllMetadata:
-        """Compute the metadata; nothing waits for the device.
+        """Compute the metadata. Nothing waits for the device.
 
         Args:
             permutation: permutation of this rank's routed tokens, by destination ep member, then by expert there.

@@ -42,7 +42,7 @@ class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
     the experts of a token are therefore grouped by rank.
 
     Args:
-        ep: ranks that hold different experts; member i holds the i-th part of them.
+        ep: ranks that hold different experts. Member i holds the i-th part of them.
         num_experts: E, over all ranks.
     """
 

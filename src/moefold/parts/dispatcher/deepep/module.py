@@ -55,7 +55,7 @@ class Buffer(Protocol):
 
         Returns:
             (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other ranks,
-            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the first
+            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event). With a handle only the first
             and the last are given.
         """
         ...
@@ -76,7 +76,7 @@ class Buffer(Protocol):
 
 @dataclass
 class DeepEPMetadata(DispatchState):
-    """Dispatch state of one micro-batch; the handle is known once the tokens have arrived."""
+    """Dispatch state of one micro-batch. The handle is known once the tokens have arrived."""
 
     probs_TK: Tensor
     layout: dict[str, Any]
@@ -90,7 +90,7 @@ class DeepEPDispatcher(PartialSumDispatcher[DeepEPMetadata]):
     synchronises with the device too.
 
     Args:
-        buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.
+        buffer: a `deep_ep.Buffer` over the ranks of ep. Member i holds the i-th part of the experts.
         num_experts: E, over all ranks.
     """
 
@@ -157,7 +157,7 @@ def open_buffer(ep: Group, hidden_size: int) -> Buffer:
 
 
 class _Dispatch(torch.autograd.Function):
-    """DeepEP dispatch, which fills the metadata; its adjoint is a combine, without probabilities."""
+    """DeepEP dispatch, which fills the metadata. Its adjoint is a combine, without probabilities."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Least-loaded expert parallelism (arXiv:2601.17111): an all-to-all that rebalances overloaded ranks.
 
-Overloaded ranks pass tokens and expert weights to underloaded ranks; the gradients of these weights are returned and
+Overloaded ranks pass tokens and expert weights to underloaded ranks. The gradients of these weights are returned and
 added by their owner. The assignment is computed from integers only, so that all ranks compute the same assignment from
 the same counts.
 """
@@ -49,7 +49,7 @@ def plan_rebalance(load_E: Sequence[int] | Counts, num_ranks: int, rule: Rebalan
     Rank r owns experts r*E/P .. (r+1)*E/P - 1. Below the threshold it computes all of their tokens. Above it, each rank
     over the limit gives tokens to the least-loaded rank until it is at the limit: its largest expert first, so that few
     weights are sent. Received tokens bring no rank over the limit, and no rank receives fewer than `min_tokens` tokens
-    of an expert. A rank stays over the limit only if no such move is left; with min_tokens=1 there is always a move.
+    of an expert. A rank stays over the limit only if no such move is left. With min_tokens=1 there is always a move.
 
     Args:
         load_E: tokens of each expert, over all ranks.
@@ -90,7 +90,7 @@ class TokenAssignment:
 
     Args:
         counts_SE: tokens of each expert from each of S sources.
-        assignment_PE: tokens that each rank computes; its columns have the same sums as the columns of `counts_SE`.
+        assignment_PE: tokens that each rank computes. Its columns have the same sums as the columns of `counts_SE`.
     """
 
     def __init__(self, counts_SE: Counts, assignment_PE: Counts) -> None:
@@ -113,7 +113,7 @@ class TokenAssignment:
 def order_by_rank(sent_PE: Counts) -> Counts:
     """Compute the order of a source's rows, which are sorted by expert, for the all-to-all.
 
-    Rows are sorted by destination rank; for one rank, its own experts come first, then received experts.
+    Rows are sorted by destination rank. For one rank, its own experts come first, then received experts.
 
     Args:
         sent_PE: tokens of each expert that this source sends to each rank.
@@ -291,8 +291,8 @@ class _MigrateWeights(torch.autograd.Function):
         returned = all_to_all(sent_grads, migration.ep, migration.num_received_from, migration.num_sent_to)
         if not migration.sent_experts:
             return None, *local
-        # Clone all of this rank's experts, even if one is migrated: autograd may share its inputs, so they must not be
-        # changed in place, and each stack of experts needs one gradient.
+        # Clone all of this rank's experts, even if only one is migrated. autograd may share its inputs, so they must
+        # not be changed in place. Each stack of experts needs one gradient.
         totals = [grad.clone() for grad in local]
         accum_dtype = torch.promote_types(local[0].dtype, torch.float32)
         for total, column in zip(totals, _split_matrices(returned, ctx.shapes), strict=True):

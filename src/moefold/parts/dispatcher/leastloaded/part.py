@@ -79,7 +79,7 @@ class LeastLoadedDispatcherPart(DispatcherPart):
                 f"choose 1 to {largest}",
             )
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part without a minimum of tokens: the experts of a small recipe have fewer."""
         return replace(self, min_tokens=1)
 

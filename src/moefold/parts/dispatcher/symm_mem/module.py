@@ -40,7 +40,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
     the device skip them, and for other experts they are cut off.
 
     Args:
-        ep: ranks that hold different experts; member i holds the i-th part of them.
+        ep: ranks that hold different experts. Member i holds the i-th part of them.
         exchange: buffers of these ranks.
         num_experts: E, over all ranks.
     """
@@ -67,7 +67,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
         counts = counts_SE.view(self._ep.size, self._ep.size, -1)
         received_D = counts.sum((0, 2))
         self._record_receive(received_D.max())
-        # Nothing is sent to a rank whose buffer would overflow; the step is stopped at its end.
+        # Nothing is sent to a rank whose buffer would overflow. The step is stopped at its end.
         fits_D = received_D <= self._exchange.capacity
         splits_E = (counts[self._ep.rank] * fits_D.unsqueeze(1)).flatten()
         arriving = counts[:, self._ep.rank].sum(0) * fits_D[self._ep.rank]
@@ -109,7 +109,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
 
 
 class _RowDispatch(torch.autograd.Function):
-    """Dispatch, which fills in the segments; its adjoint is a combine."""
+    """Dispatch, which fills in the segments. Its adjoint is a combine."""
 
     @staticmethod
     def forward(ctx: Any, rows_NW: Tensor, metadata: SymmMemMetadata, exchange: RowExchange) -> Tensor:

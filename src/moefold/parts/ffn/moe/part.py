@@ -24,18 +24,18 @@ class MoePart(RoutedPart):
 
     recompute_parts: ClassVar[frozenset[str]] = frozenset({"moe", "expert_activation", "shared_experts"})
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with few narrow experts."""
-        num_experts = to.experts(self.num_experts, self.top_k)
+        num_experts = small.experts(self.num_experts, self.top_k)
         return replace(
             self,
             num_experts=num_experts,
             zero_experts=min(self.zero_experts, num_experts),
-            intermediate_size=to.shard_width * to.etp,
-            latent_size=lcm(to.head_dim, to.etp) if self.latent_size else 0,
-            shared=replace(self.shared, intermediate_size=to.shard_width * to.tp) if self.shared else None,
-            router=self.router.shrink(to),
-            activation=self.activation.shrink(to),
+            intermediate_size=small.shard_width * small.etp,
+            latent_size=lcm(small.head_dim, small.etp) if self.latent_size else 0,
+            shared=replace(self.shared, intermediate_size=small.shard_width * small.tp) if self.shared else None,
+            router=self.router.shrink(small),
+            activation=self.activation.shrink(small),
         )
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:

@@ -20,9 +20,9 @@ class SwiGluPart(DensePart):
 
     recompute_parts: ClassVar[frozenset[str]] = frozenset({"dense_mlp"})
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with a narrow inner width on each rank."""
-        return replace(self, intermediate_size=to.shard_width * to.tp)
+        return replace(self, intermediate_size=small.shard_width * small.tp)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `SwiGLU`; see base class."""

@@ -37,9 +37,9 @@ class OffloadableAdamW(torch.optim.Optimizer):
     """AdamW, one parameter after the other, with low-precision or offloaded moments.
 
     With moments in the type of the weights it equals torch.optim.AdamW bit for bit. With moments in lower precision a
-    step upcasts and updates them, updates the weights with them, and rounds them for the next step. bfloat16 has 8
-    significant bits: with a beta beyond 0.98 a step would add less than a moment can represent, so such a recipe is
-    rejected.
+    step upcasts and updates them, updates the weights with them, and rounds them for the next step. As bfloat16 has 8
+    significant bits, a step with a beta above 0.98 would add less than a moment can represent. Such a recipe is
+    refused.
 
     Args:
         groups: param groups as for torch.optim.AdamW, each with lr, weight_decay, betas and eps.

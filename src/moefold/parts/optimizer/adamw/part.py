@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_BF16_MOMENT_DECAY = 0.98
-"""Maximum decay of a bfloat16 moment: bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
+"""Maximum decay of a bfloat16 moment. bfloat16 rounds to 1 part in 2**9, and a step that would change a moment by a
 tenth still adds (1 - 0.98) / 10 of it."""
 BYTES_PER_PARAM = 34
 """Memory traffic: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the bfloat16
 copy written."""
 BF16_MOMENTS_BYTES_PER_PARAM = 118
-"""Memory traffic with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded
-(26 and 6), the denominator is computed (24) and the weight updated (24), pass by pass, in addition to norm and copy."""
+"""Memory traffic with bfloat16 moments, which no fused kernel updates. Each is upcast, decayed, added to and rounded
+(26 and 6). The denominator is computed (24) and the weight updated (24), pass by pass, in addition to norm and copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

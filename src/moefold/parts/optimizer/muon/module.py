@@ -30,7 +30,7 @@ def logical_matrices(weight: ParamSpec, matrix: Tensor) -> Sequence[Tensor]:
     """Return the logical matrices of a parameter for Muon, as views of its rows.
 
     Returns:
-        Tensors of two or three dims; the rows of the matrix are all dims except the last.
+        Tensors of two or three dims. The rows of the matrix are all dims except the last.
     """
     rows = weight.matrix_rows
     return matrix.unflatten(0, (-1, sum(rows))).split(rows, 1) if rows else (matrix,)
@@ -90,7 +90,7 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; every Muon parameter must have a gradient. Collective over the stage."""
+        """Update all parameters. Every Muon parameter must have a gradient. Collective over the stage."""
         assert closure is None
         self._fallback.step()
         group = self.param_groups[0]

@@ -182,7 +182,7 @@ def _balance_owners(matrices: Sequence[_UnassignedMatrix], num_members: int) -> 
 
     work = [0] * num_members
     assigned = []
-    # Matrices held in full by a member come first, as their owners are fixed; all others then even out the load.
+    # Matrices held in full by a member come first, as their owners are fixed. All others then even out the load.
     for entry in sorted(matrices, key=lambda entry: (not holders(entry), -cost(entry), entry[0])):
         key, shape, shards = entry
         owner = min(holders(entry) or range(num_members), key=lambda member: (work[member], member))

@@ -1,7 +1,7 @@
 """SparseMixer-v2: a router whose choices are sampled in training (arXiv:2409.12136), as in Phi-3.5-MoE.
 
 A token chooses its experts one after another. Each choice has its own softmax, over the experts that are not chosen yet
-and whose logits are close to the best of them. In evaluation the best expert is chosen; in training an expert is
+and whose logits are close to the best of them. In evaluation the best expert is chosen. In training an expert is
 sampled. The routing weight is the probability of the chosen expert in that softmax.
 """
 

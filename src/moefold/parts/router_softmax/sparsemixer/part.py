@@ -75,7 +75,7 @@ class SparseMixer(RouterSoftmaxPart):
                     f"choose {way_out}, or softmax='pre'",
                 )
 
-    def shrink(self, to: SmallSizes) -> Self:
+    def shrink(self, small: SmallSizes) -> Self:
         """Return the part with more close experts: random logits differ by more than the logits of a trained router."""
         return replace(self, jitter=max(self.jitter, 0.6))
 

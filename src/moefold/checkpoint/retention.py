@@ -1,4 +1,4 @@
-"""Commit and removal of checkpoints: after a kill at any moment, each checkpoint is complete or absent."""
+"""Retention: which checkpoints are kept, and removal of the others, which leaves no partial folder after a kill."""
 
 import shutil
 from collections.abc import Callable
@@ -17,17 +17,6 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.remote_path import RemotePath
 
 
-def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
-
-    Raises:
-        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
-    """
-    if final.exists():
-        remove_checkpoint(final)
-    tmp.rename(final)
-
-
 def remove_older(
     newest: Path,
     keep: int,
@@ -42,7 +31,7 @@ def remove_older(
     same applies to checkpoints without a description. Checkpoints of another job stay.
 
     Args:
-        newest: the new checkpoint; it stays.
+        newest: the new checkpoint. It stays.
         keep: number of newest complete checkpoints to keep; 0 keeps all.
         keep_every: checkpoints of steps divisible by this number are always kept; 0: none.
         may_remove: see `WritingJob.may_replace`.

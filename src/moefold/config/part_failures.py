@@ -131,7 +131,7 @@ def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType
     names = _modules_of(error)
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
     is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
-    # torch ends a recomputed function by an exception when it has all tensors; a signal may end any method.
+    # torch ends a recomputed function by an exception when it has all tensors. A signal may end any method.
     is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception | SystemExit)
     is_control |= isinstance(error, SystemExit) and _is_of_package(names[-1])
     if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
@@ -175,7 +175,7 @@ def _returns(method: Any, has_torch: bool) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type; numbers must be finite."""
+    """Return whether a value has a type. Numbers must be finite."""
     origin = get_origin(hint)
     entries: Any = get_args(hint)
     if origin is Annotated:

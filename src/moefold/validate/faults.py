@@ -1,4 +1,4 @@
-"""Rules on `faults.on_loss="regroup"`: training continues without lost ranks."""
+"""Rules on failures: regrouping without lost ranks, rollback, and snapshots in the memory of peers."""
 
 from collections.abc import Iterator
 
@@ -61,3 +61,31 @@ def validate_state_after_loss(run: RunConfig, checkpoint: CheckpointConfig, faul
 
 
 REGROUP_RULES = (validate_regrouped_job, validate_regrouped_ranks, validate_state_after_loss)
+
+
+def validate_rollback(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> Iterator[Problem]:
+    """Check that a rollback has checkpoints to load."""
+    every = checkpoint.every
+    steps = run.steps
+    for key in ("nonfinite", "spike"):
+        if getattr(faults, key) == "rollback" and not 0 < every < steps:
+            rule = (
+                f"needs checkpoints to go back to, and checkpoint.every={every} saves none before the end of the "
+                f"run, run.steps={steps}"
+            )
+            way_out = f"set checkpoint.every below {steps}, or faults.{key}='skip'"
+            yield Problem(f"faults.{key}", "rollback", rule, way_out)
+
+
+def validate_peer_snapshots(checkpoint: CheckpointConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[Problem]:
+    """Check that snapshots contain the whole state of the run."""
+    every = checkpoint.peer_every
+    if every > 0 and rl.is_on:
+        rule = "has no copy of rollouts and of the reference model of reinforcement learning"
+        yield Problem("checkpoint.peer_every", every, rule, "set checkpoint.peer_every=0")
+    if every > 0 and sites.is_active:
+        rule = "has no copy of the state of the outer optimizer of sites"
+        yield Problem("checkpoint.peer_every", every, rule, "set checkpoint.peer_every=0")
+
+
+FAULT_RULES = (validate_rollback, validate_peer_snapshots)
