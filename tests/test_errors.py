@@ -16,7 +16,7 @@ import moefold
 from moefold.cli.main import COMMANDS
 from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem, Setting, keep_names, spelled_as
+from moefold.message_text import Problem, Setting, first_line, keep_names, spelled_as
 
 SOURCE = Path(moefold.__file__).parent
 OPTIONS = {"data.tokenizer": "--tokenizer", "data.path": "INPUT", "run.dtype": "--dtype"}
@@ -50,6 +50,25 @@ def test_a_setting_has_the_name_that_its_caller_gives_it(names, setting, text):
     with spelled_as(names):
         assert str(setting) == text
     assert str(Setting("data.tokenizer", "a")) == "data.tokenizer='a'"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError("a\nb"), "a"),
+        (ValueError("\n a\nb"), "a"),
+        (RuntimeError(), "RuntimeError"),
+        (OSError("\n"), "OSError"),
+        (ValueError("x" * 1000), "x" * 300),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_empty(error, text):
+    assert first_line(error) == text
+
+
+def test_no_code_takes_the_first_line_of_an_error_itself():
+    own = [path.name for path in SOURCE.rglob("*.py") if "str(error).splitlines()[0]" in path.read_text()]
+    assert own == []
 
 
 def test_a_value_may_have_a_format():

@@ -10,7 +10,7 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-_MAX_REASON_CHARS = 160
+_MAX_REASON_CHARS = 300
 
 
 def first_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from moefold.config.tree import Tree
 from moefold.config.upgrade import check_format
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, is_legal
 from moefold.validate.unused import check_unused_keys
 
 STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
@@ -205,8 +205,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     return [
         number
         for number in range(multiple, limit + 1, multiple)
-        if (cfg.parallel.may_pad_batch or count % (number // dense) == 0)
-        and _is_valid(_replace_world_size(cfg, number))
+        if (cfg.parallel.may_pad_batch or count % (number // dense) == 0) and is_legal(_replace_world_size(cfg, number))
     ]
 
 
@@ -232,14 +231,6 @@ def world_sizes_after_rank_loss(cfg: Config) -> list[int]:
 
 def _replace_world_size(cfg: Config, world_size: int) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
-
-
-def _is_valid(cfg: Config) -> bool:
-    try:
-        check_config(cfg)
-    except ConfigError:
-        return False
-    return True
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -78,10 +78,14 @@ def test_the_probe_accepts_the_definition_and_notices_wrong_operators(monkeypatc
         def refuse(*args, **kwargs):
             raise RuntimeError("Paged KV cache block size must be divisible by 512\nat line 1")
 
+        def refuse_silently(*args, **kwargs):
+            raise RuntimeError
+
         expected = {
             without_window: "differs from the definition by",
             other_layout: "differs from the definition by inf (pass 0, window 0)",
             refuse: "raises 'Paged KV cache block size must be divisible by 512' (pass 0, window 0)",
+            refuse_silently: "raises 'RuntimeError' (pass 0, window 0)",
         }
         for operator, message in expected.items():
             monkeypatch.setattr(paged_flash, "cuda_flash_attention", lambda operator=operator: operator)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.errors import ConfigError
-from moefold.message_text import format_list
+from moefold.message_text import first_line, format_list
 from moefold.remote_path import RemoteError
 
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -112,5 +112,4 @@ def _describe_free_space(folder: Path) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text or type(error).__name__).strip().splitlines()[0]
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

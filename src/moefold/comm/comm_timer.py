@@ -7,7 +7,7 @@ stragglers in the same way).
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -34,19 +34,17 @@ class CommTimer:
     _span_start: Timestamp | None = None
     _previous_span: tuple[list[tuple[int, Timestamp, Timestamp]], Timestamp, Timestamp] | None = None
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Count the time inside this context as waiting for other ranks."""
-        before = self.enter(is_waiting=True)
-        try:
-            yield
-        finally:
-            self.leave(before)
+        return self._counted(is_waiting=True)
+
+    def working(self) -> AbstractContextManager[None]:
+        """Count the time inside this context as computing."""
+        return self._counted(is_waiting=False)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the time inside this context as computing."""
-        before = self.enter(is_waiting=False)
+    def _counted(self, *, is_waiting: bool) -> Iterator[None]:
+        before = self.enter(is_waiting=is_waiting)
         try:
             yield
         finally:

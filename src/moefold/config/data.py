@@ -78,6 +78,11 @@ class DataConfig:
     columns of the verifier, and log their number; false: the first one ends the run (sft, preference, prompts)."""
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of `path`, also if it is a single one."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
     def drops_files(self) -> bool:
         """Return whether token files that become unreadable during the run are left out."""
         return self.kind == "tokens" and self.corrupt == "skip"

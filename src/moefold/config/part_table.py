@@ -51,7 +51,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem, Setting, UnquotedText
+from moefold.message_text import Problem, Setting, UnquotedText, first_line
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -459,8 +459,9 @@ def _pydantic_model(part: Any) -> type[BaseModel]:
     try:
         return create_model(f"settings of {kind!r}", __config__=strict, **keys)
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"part {kind!r} of {origin} has a field whose type no recipe can write: {first}") from error
+        raise ConfigError(
+            f"part {kind!r} of {origin} has a field whose type no recipe can write: {first_line(error)}"
+        ) from error
 
 
 def _bounds_of(hint: Any) -> Callable[[Any], Any]:

@@ -31,7 +31,7 @@ from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDic
 from moefold.cost.adapter_spec import adapter_names
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError
-from moefold.message_text import format_list
+from moefold.message_text import first_line, format_list
 from moefold.model.lora import product_region
 from moefold.remote_path import to_path
 
@@ -213,8 +213,9 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
         mappings = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
     except RuntimeError as error:
         # torch refuses sizes whose product overflows.
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
+        raise ConfigError(
+            f"{str(folder.path)!r}: config.json means tensors that cannot be: {first_line(error)}"
+        ) from None
     mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, tensors))
     layout_index = mappings.index(mapping)
     reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - tensors.keys())]

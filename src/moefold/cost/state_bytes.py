@@ -93,11 +93,16 @@ def rope_buffer_bytes(run: RunConfig, model: ModelConfig, train: TrainConfig, cp
 
 def dispatch_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of a rank's buffers of the dispatcher, allocated once for all layers."""
+    sizes = exchange_sizes(cfg)
+    return 0 if sizes is None else chosen(cfg, DispatcherPart).reserved_bytes(sizes)
+
+
+def exchange_sizes(cfg: Config) -> DispatchSizes | None:
+    """Return the `dispatch_sizes` of a recipe, or None if no token leaves its rank."""
     p = cfg.parallel
     if p.ep * p.etp == 1:
-        return 0
-    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, compute_dtype_bytes(cfg.run))
-    return chosen(cfg, DispatcherPart).reserved_bytes(sizes)
+        return None
+    return dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, compute_dtype_bytes(cfg.run))
 
 
 def dispatch_sizes(

@@ -207,8 +207,7 @@ class _DatasetBuilder:
         data = self.data
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
-            paths = (data.path,) if isinstance(data.path, str) else data.path
-            sources = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
+            sources = [replace(self, data=replace(data, path=path, weights=())).open() for path in data.paths]
             return Dataset(
                 MixtureSampler([source.train for source in sources], data.weights),
                 MixtureSampler([source.validation for source in sources], data.weights),

@@ -19,7 +19,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError, install_command
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, first_line
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ class TextTable:
         return text
 
     def _hub_error(self, error: Exception) -> ConfigError:
-        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-        rule = f"(split {self.split!r}) cannot be read by the package datasets: {detail}"
+        rule = f"(split {self.split!r}) cannot be read by the package datasets: {first_line(error)}"
         way_out = f"check {Setting('data.path')}, data.split and data.subset"
         return ConfigError(Problem("data.path", self.name, rule, way_out))
 
@@ -185,7 +184,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
         ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads; or a key
             is set that applies to no source.
     """
-    names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
+    names = [name for name in data.paths if name]
     if not names:
         rule = 'is empty, but data.kind="huggingface" reads from it'
         raise ConfigError(Problem("data.path", None, rule, "name files, folders or data sets on the hub"))

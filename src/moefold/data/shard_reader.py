@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import check_regular_file
 from moefold.errors import ConfigError, RunError
+from moefold.message_text import first_line
 
 _ENDS_DTYPE = np.dtype("<i8")
 _BLOCK_ENDS = 512
@@ -224,7 +225,7 @@ def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
         check_regular_file(path)
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except _INVALID_FILE_ERRORS as error:
-        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from error
+        raise ValueError(first_line(error)) from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise ValueError("it is an archive of arrays, not one array")

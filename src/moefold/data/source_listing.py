@@ -33,7 +33,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     if data.kind in ("synthetic", "program", "task"):
         return []
     sources = []
-    for name in (data.path,) if isinstance(data.path, str) else data.path:
+    for name in data.paths:
         if data.kind == "huggingface" and not is_remote(name) and not Path(name).expanduser().exists():
             continue
         if is_skippable_missing_file(data, name):

@@ -40,7 +40,7 @@ from moefold.data.file_formats import (
 )
 from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
 from moefold.errors import ConfigError
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _arrow_values(file: Path, column: str, start: int) -> Iterator[tuple[int, An
                 row += len(chunk)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
-            f"{file} is damaged after row {row} ({str(error).splitlines()[0]}); copy it again or leave it out"
+            f"{file} is damaged after row {row} ({first_line(error)}); copy it again or leave it out"
         ) from error
 
 

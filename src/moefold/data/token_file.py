@@ -372,7 +372,7 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
     Only headers and sizes are read. Files without tokens are ignored if others have tokens.
     """
-    names = (data.path,) if isinstance(data.path, str) else data.path
+    names = data.paths
     roots = data_paths(tuple(name for name in names if data_file_path(name, names) not in skipped), "tokens")
     for root in roots:
         check_finished(root)
@@ -488,7 +488,7 @@ class TokenFileSet:
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
         """Return the files that data.path names, including dropped files; raise ConfigError if there is none."""
-        names = (data.path,) if isinstance(data.path, str) else data.path
+        names = data.paths
         roots = [Path(name) for name in names]
         selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
         files = tuple(
@@ -521,7 +521,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
     Raises:
         ConfigError: a file is not a token file, all are empty, or none is valid.
     """
-    for name in (data.path,) if isinstance(data.path, str) else data.path:
+    for name in data.paths:
         check_finished(data_file_path(name, [name]))
     shards = TokenFileSet(_count_tokens(data, skipped))
     files = shards.files(data)

@@ -19,6 +19,7 @@ from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import single_rank_env, spawn_ranks
 from moefold.launch.rendezvous import MISSING_RANKS_GRACE_S, STORE_ERRORS, join_rendezvous
+from moefold.message_text import first_line
 
 Result = TypeVar("Result")
 RankFunction = Callable[[RankEnv, str], Result]
@@ -130,7 +131,7 @@ def compute_on_rank0(
         else:
             result = bounded(receive)
     except (*STORE_ERRORS, CallTimeoutError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "the store does not answer"
+        reason = first_line(error) if str(error) else "the store does not answer"
         raise RunError(
             f"rank {rank_env.rank} had no answer from all ranks within {timeout_s:g} s: {reason}; a rank may have "
             "ended, or planning on rank 0 takes longer: set faults.timeout_s higher"

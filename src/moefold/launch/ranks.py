@@ -25,6 +25,7 @@ from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, recor
 from moefold.launch.regroup import LostRankError, report_lost
 from moefold.launch.rendezvous import HOST, join_rendezvous, loopback_store, restrict_to_loopback
 from moefold.launch.threads_and_malloc import choose_threads, expand_segments, keep_freed_blocks
+from moefold.message_text import first_line
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
@@ -172,7 +173,7 @@ def init_split_job(
     except (dist.DistError, RuntimeError, LostRankError) as error:
         raise RunError(
             f"rank {rank_env.rank} on {socket.gethostname()} met the others and did not connect to all of them: "
-            f"{str(error).splitlines()[0]}; one may have ended meanwhile, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            f"{first_line(error)}; one may have ended meanwhile, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
             "must name the network between the hosts"
         ) from error
     try:

@@ -1,12 +1,14 @@
 """Causal attention of a rank's two chunks of a sequence in blocks of queries and keys, for context parallelism."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moefold.comm.groups import Group
 from moefold.config.groups.context import zigzag
@@ -20,6 +22,7 @@ from moefold.ops.block_attention import (
     fold_in_sinks,
     merge_lse_,
     scale_queries,
+    sink_gradient,
 )
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 
@@ -38,14 +41,11 @@ class HasBlockKernel(Protocol):
     block_kernel: CausalKernel | None
 
 
-class BlockAttention:
+class BlockAttention(ABC):
     """Attention of the ranks of cp that attend to each other's keys and values in blocks."""
 
-    function: ClassVar[type[torch.autograd.Function]]
-    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None, cp, mask, kernel) -> [S/cp, B, A, D]."""
-
     def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
-        self._cp = cp
+        self.cp = cp
         self._window = window
         self._chunks = AttentionChunks(chunk_size)
         self.block_kernel: CausalKernel | None = None
@@ -60,11 +60,56 @@ class BlockAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Attend; see `CoreAttention` for the shapes. Communicates over cp."""
-        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
+        documents = self._chunks.divide(documents, len(q) * self.cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
-        return self.function.apply(
-            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
-        )
+        return _AttendInBlocks.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self, mask_spec)
+
+    @abstractmethod
+    def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """Start to exchange keys and values, [S/cp, 2, B, G, D]; return those of other ranks, with their chunks.
+
+        Communicates over cp; the caller attends to its own keys meanwhile.
+        """
+
+    @abstractmethod
+    def kv_gradient(
+        self, kv: Tensor, past: Iterator[tuple[Tensor, Sequence[int]]], gradients: "BlockGradients"
+    ) -> Tensor:
+        """Return the gradient of this rank's keys and values, with the parts that other ranks compute.
+
+        Communicates over cp.
+
+        Args:
+            past: result of `past_keys`.
+        """
+
+
+class _AttendInBlocks(torch.autograd.Function):
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None, attention, mask) -> [S/cp, B, A, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, attention: BlockAttention, mask_spec: AttentionMaskSpec
+    ) -> Tensor:
+        past = attention.past_keys(kv)
+        softmax = OnlineSoftmax(q, kv, CausalBlocks(q, attention.cp, mask_spec, attention.block_kernel))
+        for block, chunks in past:
+            softmax.accumulate(block, chunks)
+        out, lse = softmax.result(sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
+        ctx.args = attention, mask_spec
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
+        attention, mask_spec = ctx.args
+        past = attention.past_keys(kv)
+        blocks = CausalBlocks(q, attention.cp, mask_spec, attention.block_kernel)
+        gradients = BlockGradients((grad_out, q, out, lse), kv, blocks)
+        dkv = attention.kv_gradient(kv, past, gradients)
+        return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sink_gradient(grad_out, out, lse, sinks), None, None
 
 
 @dataclass(frozen=True)

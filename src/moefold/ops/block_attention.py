@@ -32,6 +32,7 @@ from moefold.comm.private_torch import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
+from moefold.message_text import first_line
 from moefold.ops.documents import Segments
 from moefold.ops.elementwise import widened
 from moefold.ops.expert_ops import unit_stride
@@ -444,7 +445,7 @@ def disagreement(kernel: BlockKernel, inputs: Sequence[Tensor], mask: Any, exact
     try:
         results = _both_passes(kernel, inputs, mask)
     except RuntimeError as error:
-        return f"raises {str(error).splitlines()[0]!r}"
+        return f"raises {first_line(error)!r}"
     errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
     limits = (PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3)
     if all(error <= limit for error, limit in zip(errors, limits, strict=True)):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention
 
+from moefold.message_text import first_line
 from moefold.ops.block_attention import CudaFlash, FlashMask, Mask, disagreement, random_tensors
 from moefold.ops.documents import Segments
 
@@ -53,7 +54,7 @@ def activate_if_it_agrees(implementation: str, find_disagreement: Callable[[], s
     try:
         attention.activate_flash_attention_impl(implementation)
     except (ImportError, RuntimeError, ValueError) as error:
-        return f"it cannot be activated: {str(error).splitlines()[0]}"
+        return f"it cannot be activated: {first_line(error)}"
     reason = find_disagreement()
     if reason:
         attention.restore_flash_attention_impl()

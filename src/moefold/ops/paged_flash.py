@@ -15,6 +15,7 @@ from torch.nn import attention
 
 from moefold.comm.private_torch import cuda_flash_attention, cuda_flash_attention_reads_pages
 from moefold.config.cache_pages import CUDA_PAGE_POSITIONS
+from moefold.message_text import first_line
 from moefold.ops.block_attention import (
     PROBE_LSE_TOLERANCE,
     PROBE_TOLERANCE,
@@ -116,7 +117,7 @@ def find_disagreement(device: torch.device) -> str:
         try:
             out, lse = kernel.with_log_sum(*case, window)
         except (RuntimeError, TypeError) as error:
-            return f"flash attention over pages raises {str(error).splitlines()[0]!r} ({name})"
+            return f"flash attention over pages raises {first_line(error)!r} ({name})"
         exact_out, exact_lse = (torch.cat(tensors) for tensors in zip(*exact_segments(*case, window), strict=True))
         out_error = float((out.double() - exact_out).abs().max() / exact_out.abs().max())
         lse_error = float((lse - exact_lse).abs().max()) if lse.shape == exact_lse.shape else float("inf")

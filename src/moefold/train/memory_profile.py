@@ -18,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
-from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, dispatch_sizes
+from moefold.cost.state_bytes import StateBytes, exchange_sizes
 from moefold.data.dataset import dataset_request, open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
@@ -173,11 +173,8 @@ def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
 
 def _dispatch_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of the buffers that the dispatcher of a rank allocates, from buffers on the meta device."""
-    p = cfg.parallel
-    if p.ep * p.etp == 1:
-        return 0
-    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, compute_dtype_bytes(cfg.run))
-    return chosen(cfg, DispatcherPart).measured_reserved_bytes(sizes)
+    sizes = exchange_sizes(cfg)
+    return 0 if sizes is None else chosen(cfg, DispatcherPart).measured_reserved_bytes(sizes)
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

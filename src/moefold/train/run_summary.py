@@ -145,8 +145,7 @@ def _describe_data(
     validation_sampler: SampleCatalog,
 ) -> str:
     seq_len = train.seq_len
-    paths = data.path if isinstance(data.path, str) else ", ".join(data.path)
-    name = data.task if data.kind == "task" else paths
+    name = data.task if data.kind == "task" else ", ".join(data.paths)
     parts = [f"{data.kind} {name}".strip()]
     if rl.is_on and len(train_sampler) < MIN_UNBOUNDED_SAMPLES:
         return f"{parts[0]}, {len(train_sampler):,} prompts to train on, {len(validation_sampler):,} held out"
@@ -244,8 +243,7 @@ def _rollout_command(cfg: Config) -> str:
     if data.kind == "task":
         prompts = f"--task {data.task} --task-size {data.task_size} --held-out"
     else:
-        paths = (data.path,) if isinstance(data.path, str) else data.path
-        prompts = " ".join(f"--prompts {shlex.quote(path)}" for path in paths)
+        prompts = " ".join(f"--prompts {shlex.quote(path)}" for path in data.paths)
         prompts += "".join(f" --reward {shlex.quote(name)}" for name in cfg.reward.functions)
         prompts += "".join(f" --reward-weight {weight:g}" for weight in cfg.reward.weights)
     limit = f" --max-tokens {cfg.rollout.max_tokens}" if cfg.is_rl else ""

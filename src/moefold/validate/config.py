@@ -112,6 +112,15 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     return layout
 
 
+def is_legal(cfg: Config) -> bool:
+    """Return whether `check_config` accepts a recipe for training."""
+    try:
+        check_config(cfg)
+    except ConfigError:
+        return False
+    return True
+
+
 def _slot_problems(cfg: Config) -> Iterator[Problem]:
     """Yield the keys with a part of an unknown or a wrong kind, in a recipe that a program made."""
     for name, value in tables_in(cfg):

@@ -44,9 +44,8 @@ def validate_data_weights(data: DataConfig) -> Iterator[Problem]:
     """Check that data.weights has one positive number for each path."""
     if not data.weights:
         return
-    num_paths = 1 if isinstance(data.path, str) else len(data.path)
-    if len(data.weights) != num_paths:
-        rule = f"must have one number for each of the {num_paths} paths of data.path"
+    if len(data.weights) != len(data.paths):
+        rule = f"must have one number for each of the {len(data.paths)} paths of data.path"
         way_out = "list as many, or leave weights out to join the paths by their sizes"
         yield Problem("data.weights", list(data.weights), rule, way_out)
     if not all(0 < weight < math.inf for weight in data.weights):

@@ -23,11 +23,10 @@ from moefold.config.sites import SitesConfig
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
-from moefold.errors import ConfigError
 from moefold.topology.layout import DEGREES, divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout
 from moefold.topology.selection_groups import shares_selections
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, is_legal
 
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
@@ -60,7 +59,8 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     check_config(cfg)
     for parallel in _parallel_candidates(cfg.parallel, max_ranks):
         small = _shrink_config(cfg, parallel)
-        if _is_legal(small):
+        # Some rank orders can be folded only for certain numbers of ranks.
+        if is_legal(small):
             return small
     raise AssertionError(f"no small recipe has this mapping: {cfg.parallel}")
 
@@ -134,15 +134,6 @@ def _shrink_pipeline_layout(text: str) -> str:
             for stage in stages
         )
     )
-
-
-def _is_legal(cfg: Config) -> bool:
-    # Some rank orders can be folded only for certain numbers of ranks.
-    try:
-        check_config(cfg)
-    except ConfigError:
-        return False
-    return True
 
 
 def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.message_text import first_line
 from moefold.ops.quantization.emulated import EmulatedLinear
 from moefold.ops.quantization.formats import E4M3_MAX, QuantFormat, scale_blocks
 
@@ -130,7 +131,7 @@ def scaled_mm_unsupported_reason(
             actual = getattr(linear, name)(*arguments)
         # Any error means that the device does not support these GEMMs. It is reported in the run's message.
         except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
-            return f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"{name}: {type(error).__name__}: {first_line(error)}"
         expected = getattr(emulated, name)(*arguments).float()
         error_ratio = (actual.float() - expected).abs().max() / expected.abs().max()
         if not error_ratio <= MAX_RELATIVE_ERROR:

@@ -1,63 +1,13 @@
 """Ring attention: keys and values pass round the context-parallel ranks."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import SUM_TAG, ring_pass, send_recv, wait_all
-from moefold.comm.groups import Group
 from moefold.config.groups.context import zigzag
-from moefold.model.attention import AttentionMaskSpec
-from moefold.model.causal_blocks import BlockAttention, BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
-from moefold.ops.block_attention import CausalKernel, sink_gradient
-
-
-class _RingFunction(torch.autograd.Function):
-    """See `BlockAttention.function`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None,
-        cp: Group,
-        mask_spec: AttentionMaskSpec,
-        kernel: CausalKernel | None,
-    ) -> Tensor:
-        kv = kv.contiguous()
-        kv_blocks = ring_pass(kv, cp)
-        next(kv_blocks)
-        softmax = OnlineSoftmax(q, kv, CausalBlocks(q, cp, mask_spec, kernel))
-        for source, block in kv_blocks:
-            softmax.accumulate(block, zigzag(cp.size, source))
-        out, lse = softmax.result(sinks)
-        ctx.save_for_backward(q, kv, out, lse, sinks)
-        ctx.args = cp, mask_spec, kernel
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, sinks = ctx.saved_tensors
-        cp, mask_spec, kernel = ctx.args
-        kv_blocks = ring_pass(kv, cp)
-        next(kv_blocks)
-        gradients = BlockGradients((grad_out, q, out, lse), kv, CausalBlocks(q, cp, mask_spec, kernel))
-        dkv = gradients.local_dkv.to(gradients.dq.dtype)
-        incoming = torch.empty_like(dkv)
-        works = send_recv(dkv, incoming, cp, SUM_TAG)
-        for source, block in kv_blocks:
-            block_grads = list(gradients.block_grads(block, zigzag(cp.size, source)))
-            wait_all(works, cp)
-            dkv, incoming = incoming, dkv
-            accumulate_kv_grads(dkv, block_grads)
-            works = send_recv(dkv, incoming, cp, SUM_TAG)
-        wait_all(works, cp)
-        sinks_grad = sink_gradient(grad_out, out, lse, sinks)
-        return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sinks_grad, None, None, None
+from moefold.model.causal_blocks import BlockAttention, BlockGradients, accumulate_kv_grads
 
 
 class RingAttention(BlockAttention):
@@ -68,4 +18,24 @@ class RingAttention(BlockAttention):
     values follow them one step later and reach their owner with the last step.
     """
 
-    function = _RingFunction
+    def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """Start the ring; see base class."""
+        kv_blocks = ring_pass(kv, self.cp)
+        next(kv_blocks)
+        return ((block, zigzag(self.cp.size, source)) for source, block in kv_blocks)
+
+    def kv_gradient(
+        self, kv: Tensor, past: Iterator[tuple[Tensor, Sequence[int]]], gradients: BlockGradients
+    ) -> Tensor:
+        """Pass the gradients round the ring; see base class."""
+        dkv = gradients.local_dkv.to(gradients.dq.dtype)
+        incoming = torch.empty_like(dkv)
+        works = send_recv(dkv, incoming, self.cp, SUM_TAG)
+        for block, chunks in past:
+            block_grads = list(gradients.block_grads(block, chunks))
+            wait_all(works, self.cp)
+            dkv, incoming = incoming, dkv
+            accumulate_kv_grads(dkv, block_grads)
+            works = send_recv(dkv, incoming, self.cp, SUM_TAG)
+        wait_all(works, self.cp)
+        return incoming
