@@ -195,6 +195,8 @@ _WIDTHS = _any("intermediate_size")
 wrong value."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
+    # With false transformers lets a token attend to later tokens, in every family.
+    "is_causal": (True, None),
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": None,
@@ -393,7 +395,8 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
         return "ignored", ""
     if key in known.declared and value is not None:
         return "", f"which {known.owner} has and moefold computes only as {known.declared[key]!r}"
-    is_empty = value is None or value is False or value in ("", [], {})
+    # False may be another value of a key that is neutral with true alone.
+    is_empty = value is None or value in ("", [], {}) or (value is False and key not in known.neutral)
     is_text = isinstance(value, str) and not (key in declared_keys().others or MATHS.search(key))
     if is_empty or is_text:
         return "ignored", ""
