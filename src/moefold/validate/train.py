@@ -85,6 +85,14 @@ def validate_keep_best(train: TrainConfig, checkpoint: CheckpointConfig, rl: RLC
         yield Problem("checkpoint.every", every, rule, way_out)
 
 
+def validate_keep_every(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Check that every step whose checkpoint is kept has a checkpoint."""
+    if checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        rule = f"must be a multiple of checkpoint.every={checkpoint.every}: only such steps have a checkpoint"
+        way_out = f"choose {nearest_multiples(checkpoint.keep_every, checkpoint.every)}, or another every"
+        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, way_out)
+
+
 def validate_mtp(model: ModelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that some position of a sample has an MTP target at every depth."""
     if model.mtp_layers >= train.seq_len:
@@ -194,6 +202,7 @@ TRAIN_RULES = (
     validate_learning_rate,
     validate_warmup,
     validate_keep_best,
+    validate_keep_every,
     validate_loss_chunk,
     validate_evaluation,
     validate_mtp,
