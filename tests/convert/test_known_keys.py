@@ -174,6 +174,15 @@ def test_a_switch_of_a_published_folder_is_refused_if_it_is_off(family, key):
         _inspect(keys | {key: False})
 
 
+@pytest.mark.parametrize(("family", "key"), [("deepseek_v3", "rope_interleave"), ("deepseek_v3", "norm_topk_prob")])
+def test_null_is_not_the_true_of_the_class(family, key):
+    keys = _keys(family)
+    assert declared_keys().families[family][key] is True
+    _inspect({other: value for other, value in keys.items() if other != key})
+    with pytest.raises(ConfigError, match=f"has {key}=None, .* takes as false .*--ignore-key {key}"):
+        _inspect(keys | {key: None})
+
+
 def test_two_spellings_of_a_key_must_agree():
     keys = _keys("deepseek_v3")
     assert _inspect(keys | {"num_local_experts": keys["n_routed_experts"]})[0] == _inspect(keys)[0]

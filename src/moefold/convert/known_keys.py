@@ -381,6 +381,9 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
     """Return the kind of a key, and the reason if it is refused."""
     if is_ignored:
         return "ignored", ""
+    has_any_value = key in known.neutral and known.neutral[key] is None
+    if value is None and known.declared.get(key) is True and not has_any_value:
+        return "", f"which {known.owner} takes as false and moefold as an absent key, which is true; write one of them"
     if key in keys.read_keys:
         return "read", ""
     if key in known.declared and _is_same(value, known.declared[key]):
