@@ -38,8 +38,10 @@ MATHS |= {
     "hidden_activation": "gelu_pytorch_tanh",
     "norm_type": "layer_norm",
     "alibi": True,
+    "is_causal": False,
 }
 NEUTRAL_MATHS = {"final_logit_softcapping": None, "attn_pdrop": 0.0, "key_multiplier": 1.0, "cla_share_factor": 1}
+NEUTRAL_MATHS |= {"is_causal": True}
 UNKNOWN = {"my_gain": 2, "my_switch": True, "my_list": [1], "my_table": {"a": 1}, "my_factor": 0.5}
 HARMLESS = {"my_text": "anything", "my_null": None, "my_false": False}
 
@@ -159,6 +161,26 @@ def test_the_whole_table_is_made_by_its_command():
         pytest.skip(f"the table is of {table.versions}")
     path = Path(__file__).parents[2] / "src/moefold/convert/declared_keys.json"
     assert format_table(make_table(tuple(sorted(MODEL_TYPES)))) == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("ernie4_5_moe", "moe_use_aux_free"), ("hunyuan_v1_moe", "use_rotary_pos_emb"), ("lfm2_moe", "use_pos_enc")],
+)
+def test_a_switch_of_a_published_folder_is_refused_if_it_is_off(family, key):
+    keys = _keys(family)
+    assert key in _inspect(keys | {key: True})[1].constant
+    with pytest.raises(ConfigError, match=rf"has {key}=False, .*--ignore-key {key}"):
+        _inspect(keys | {key: False})
+
+
+@pytest.mark.parametrize(("family", "key"), [("deepseek_v3", "rope_interleave"), ("deepseek_v3", "norm_topk_prob")])
+def test_null_is_not_the_true_of_the_class(family, key):
+    keys = _keys(family)
+    assert declared_keys().families[family][key] is True
+    _inspect({other: value for other, value in keys.items() if other != key})
+    with pytest.raises(ConfigError, match=f"has {key}=None, .* takes as false .*--ignore-key {key}"):
+        _inspect(keys | {key: None})
 
 
 def test_two_spellings_of_a_key_must_agree():

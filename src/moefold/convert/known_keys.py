@@ -195,6 +195,8 @@ _WIDTHS = _any("intermediate_size")
 wrong value."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
+    # With false transformers lets a token attend to later tokens, in every family.
+    "is_causal": (True, None),
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": None,
@@ -379,6 +381,9 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
     """Return the kind of a key, and the reason if it is refused."""
     if is_ignored:
         return "ignored", ""
+    has_any_value = key in known.neutral and known.neutral[key] is None
+    if value is None and known.declared.get(key) is True and not has_any_value:
+        return "", f"which {known.owner} takes as false and moefold as an absent key, which is true; write one of them"
     if key in keys.read_keys:
         return "read", ""
     if key in known.declared and _is_same(value, known.declared[key]):
@@ -393,7 +398,8 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
         return "ignored", ""
     if key in known.declared and value is not None:
         return "", f"which {known.owner} has and moefold computes only as {known.declared[key]!r}"
-    is_empty = value is None or value is False or value in ("", [], {})
+    # False may be another value of a key that is neutral with true alone.
+    is_empty = value is None or value in ("", [], {}) or (value is False and key not in known.neutral)
     is_text = isinstance(value, str) and not (key in declared_keys().others or MATHS.search(key))
     if is_empty or is_text:
         return "ignored", ""

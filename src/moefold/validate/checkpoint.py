@@ -35,6 +35,14 @@ def validate_keep_best(train: TrainConfig, checkpoint: CheckpointConfig, rl: RLC
         yield Problem("checkpoint.every", every, rule, way_out)
 
 
+def validate_keep_every(checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Check that every step whose checkpoint is kept has a checkpoint."""
+    if checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        rule = f"must be a multiple of checkpoint.every={checkpoint.every}: only such steps have a checkpoint"
+        way_out = f"choose {nearest_multiples(checkpoint.keep_every, checkpoint.every)}, or another every"
+        yield Problem("checkpoint.keep_every", checkpoint.keep_every, rule, way_out)
+
+
 def validate_resume(checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Check that checkpoint.resume is not empty."""
     if not checkpoint.resume:

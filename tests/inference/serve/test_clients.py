@@ -107,6 +107,7 @@ REFUSED = [
     ({"service_tier": "flex"}, "service_tier", "not supported"),
     ({"min_p": 1.1}, "min_p", "min_p=1.1 must be at most 1"),
     ({"min_p": False}, "min_p", "min_p=false must be a number"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "min_tokens=5 must be at most max_tokens=4"),
     ({"best_of": 2}, "best_of", "best_of=2 must be 1"),
     ({"suffix": "x"}, "suffix", 'suffix="x" is not supported; leave it out, or set ""'),
     ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read 'enable_thinking'"),

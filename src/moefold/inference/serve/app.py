@@ -177,6 +177,9 @@ class CompletionServer:
                     f"than {self._job.max_length}, the most that this server takes; shorten one of them",
                     param="max_tokens",
                 )
+            min_tokens = request.rules.min_tokens
+            if min_tokens > max_tokens:
+                raise ApiError(f"min_tokens={min_tokens} must be at most max_tokens={max_tokens}", param="min_tokens")
             samples += [self._sample(encoded, prompt, i, j, max_tokens) for j in range(request.num_samples)]
         texts = [SampleText(self._tokenizer, self._encoder.table, encoded) for _ in samples]
         return _Run(http, request, samples, texts, self.metrics, start)
