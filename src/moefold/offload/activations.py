@@ -65,9 +65,18 @@ class ActivationOffload:
         is_synchronous: the forward pass waits for the copies, so that at most two part runs are in memory. Otherwise it
             never waits; storages that could not be stored and loaded in time, judged by the previous step, stay.
         rank: rank for messages.
+        clock: time in seconds, from an arbitrary start.
     """
 
-    def __init__(self, backend: OffloadBackend, *, min_bytes: int, is_synchronous: bool, rank: int = 0) -> None:
+    def __init__(
+        self,
+        backend: OffloadBackend,
+        *,
+        min_bytes: int,
+        is_synchronous: bool,
+        rank: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._backend = backend
         self._min_bytes = min_bytes
         self._is_synchronous = is_synchronous
@@ -76,8 +85,9 @@ class ActivationOffload:
             ThreadPoolExecutor(IO_THREADS, f"offload-{direction}", initializer=backend.copy_engine.init_thread)
             for direction in ("out", "in")
         )
-        self._store_bandwidth = BandwidthMeter()
-        self._load_bandwidth = BandwidthMeter()
+        self._clock = clock
+        self._store_bandwidth = BandwidthMeter(clock)
+        self._load_bandwidth = BandwidthMeter(clock)
         # By the address of the storage, which is not reused while its `OffloadedStorage` exists.
         self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
         self._thread_state = _ThreadState()
@@ -200,7 +210,7 @@ class ActivationOffload:
         micro_batch = self._thread_state.micro_batch
         if micro_batch is None:
             return None
-        part_run = PartRun(len(micro_batch.part_runs), micro_batch)
+        part_run = PartRun(len(micro_batch.part_runs), micro_batch, self._clock())
         micro_batch.part_runs.append(part_run)
         return part_run
 
@@ -318,7 +328,7 @@ class ActivationOffload:
             return
         part_run.is_reached = True
         micro_batch = part_run.micro_batch
-        self._lifetimes_s[micro_batch.index, part_run.number] = time.perf_counter() - part_run.started_s
+        self._lifetimes_s[micro_batch.index, part_run.number] = self._clock() - part_run.started_s
         self._fetch(part_run)
         next_micro_batch = self._awaiting_backward.get(self._next_backward.get(micro_batch.index, -1))
         next_part_runs = [] if next_micro_batch is None else next_micro_batch.part_runs
@@ -368,17 +378,17 @@ class ActivationOffload:
         if self._keep_resident(storage):
             return
         storage.begin_load(self._load, self._backend)
-        started_s = time.perf_counter()
+        started_s = self._clock()
         storage.end_load(self._backend)
-        self._waited_s += time.perf_counter() - started_s
+        self._waited_s += self._clock() - started_s
 
     def _wait_stores(self, part_runs: list[PartRun]) -> None:
-        started_s = time.perf_counter()
+        started_s = self._clock()
         for part_run in part_runs:
             for storage in part_run.live_storages():
                 if storage.store_future is not None:
                     storage.store_future.result()
-        self._waited_s += time.perf_counter() - started_s
+        self._waited_s += self._clock() - started_s
 
     def _warn_if_slow(self) -> None:
         """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
