@@ -62,12 +62,17 @@ class CommTimer:
     def leave(self, entered_at: Timestamp | None) -> None:
         """Undo the `enter` that returned `entered_at`."""
         if entered_at is not None:
-            self._spans.append((1 if self.is_waiting else -1, entered_at, self._now()))
             self.is_waiting = not self.is_waiting
+            self._spans.append((-1 if self.is_waiting else 1, entered_at, self._now()))
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether an interval has started that nobody has read."""
+        return self._span_start is not None
 
     def start(self) -> None:
         """Start an interval, unless one is running."""
-        if self.is_on and self._span_start is None:
+        if self.is_on and not self.is_running:
             self._spans.clear()
             self._span_start = self._now()
 
