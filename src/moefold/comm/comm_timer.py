@@ -81,9 +81,8 @@ class CommTimer:
         if self._span_start is None:
             self._spans.clear()
             return 0.0, 0.0
-        ended = (list(self._spans), self._span_start, self._now())
-        self._span_start = None
-        self._spans.clear()
+        ended = (self._spans, self._span_start, self._now())
+        self._span_start, self._spans = None, []
         span, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
         if span is None:
             return 0.0, 0.0

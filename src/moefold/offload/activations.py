@@ -181,7 +181,8 @@ class ActivationOffload:
 
         @contextmanager
         def run(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-            with self._run_part() as part_run, output_checkpoint(function, *tensors) as results:
+            part_run = self._begin_part_run()
+            with self._in_part_run(part_run), output_checkpoint(function, *tensors) as results:
                 # Results that are recomputed are not saved.
                 to_offload = (
                     []
@@ -193,17 +194,10 @@ class ActivationOffload:
                     storage.part_run = storage.part_run or part_run
                 self._thread_state.part_run = None
                 yield results
+            if part_run is not None:
+                self._wait_earlier_parts(part_run.micro_batch)
 
         return run
-
-    @contextmanager
-    def _run_part(self) -> Iterator[PartRun | None]:
-        """Offload tensors saved inside this context; no effect outside a forward pass with a backward."""
-        part_run = self._begin_part_run()
-        with self._in_part_run(part_run):
-            yield part_run
-        if part_run is not None:
-            self._wait_earlier_parts(part_run.micro_batch)
 
     def _begin_part_run(self) -> PartRun | None:
         """Start a run of a part; None outside a forward pass with a backward."""
@@ -282,14 +276,11 @@ class ActivationOffload:
             self._store, weakref.ref(storage), self._backend.copy_engine.record_event()
         )
         storage.store_future = store_future
-        store_future.add_done_callback(self._on_store_done(storage.num_bytes))
+        store_future.add_done_callback(partial(self._on_store_done, storage.num_bytes))
 
-    def _on_store_done(self, num_bytes: int) -> Callable[[Future[None]], None]:
-        def on_done(future: Future[None]) -> None:
-            with self._lock:
-                self._queued_bytes -= num_bytes
-
-        return on_done
+    def _on_store_done(self, num_bytes: int, future: Future[None]) -> None:
+        with self._lock:
+            self._queued_bytes -= num_bytes
 
     def _is_in_time(self, storage: OffloadedStorage, part_run: PartRun) -> bool:
         """Return whether a storage can be stored and loaded before it is needed, judged by the previous step."""
@@ -305,11 +296,12 @@ class ActivationOffload:
         data = None if storage is None else storage.begin_store()
         if storage is None or data is None:
             return
+        reason = "has no more space (train.offload_limit_gib)"
         try:
             with self._store_bandwidth.measure_transfer(storage.num_bytes):
                 stored = self._backend.store(data, ready)
         except OSError as error:
-            self._warn_once("full", f"{self._backend.name} takes no more ({error.strerror or error}): some activations")
+            reason = f"takes no more ({error.strerror or error})"
             stored = None
         is_offloaded = stored is not None and storage.end_store(stored)
         with self._lock:
@@ -318,9 +310,7 @@ class ActivationOffload:
             elif stored is None:
                 self._resident_bytes += storage.num_bytes
         if stored is None:
-            self._warn_once(
-                "full", f"{self._backend.name} has no more space (train.offload_limit_gib): some activations"
-            )
+            self._warn_once("full", f"{self._backend.name} {reason}: some activations")
 
     def _on_part_backward(self, part_run: PartRun) -> None:
         """Load a part that the backward pass has reached, and the part that it will reach next."""
@@ -393,8 +383,7 @@ class ActivationOffload:
     def _warn_if_slow(self) -> None:
         """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
         with self._lock:
-            stored_bytes = self._stored_bytes
-            late_bytes = self._late_bytes
+            stored_bytes, late_bytes = self._stored_bytes, self._late_bytes
         if late_bytes > stored_bytes:
             gib_per_s = self._store_bandwidth.bytes_per_s / GIB
             late_gib = late_bytes / GIB
