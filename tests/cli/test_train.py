@@ -8,10 +8,11 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counte
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.checkpoint.recipe_differences import sample_order
-from moefold.cli import command_parser, train
+from moefold.cli import command_parser
 from moefold.cli.main import main
 from moefold.config.upgrade import FORMAT
-from moefold.recipe import load_config
+from moefold.recipe import load_config, load_recipe
+from moefold.train.start import set_up_run
 
 SMALL = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32")
 
@@ -118,18 +119,18 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     ]
 
 
-def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(recipe, tmp_path, monkeypatch):
+def test_a_finished_run_whose_checkpoint_is_damaged_is_not_finished(tmp_path):
     path = write_checkpoint(tmp_path / "run", 10)
     (path / "__0_0.distcp").write_bytes(b"weights")
     write_manifest(path, {name: digest_file(path / name) for name in (META_FILE, "__0_0.distcp")})
+    words = [*SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
+    assert set_up_run(load_recipe(None, words), None).is_finished
     (path / "__0_0.distcp").write_bytes(b"weighty")
-    started = []
-    monkeypatch.setattr(train, "_start_training", lambda *words: started.append(words) or 0)
-    words = [recipe, *SMALL, f"run.dir={tmp_path}/run", "run.steps=10"]
-    assert main(["train", *words]) == 0
-    assert len(started) == 1
-    assert main(["train", *words, "checkpoint.verify=false"]) == 0
-    assert len(started) == 1
+    damaged = set_up_run(load_recipe(None, words), None)
+    # The ranks restore it, and report what they find.
+    assert damaged.resume == path
+    assert not damaged.is_finished
+    assert set_up_run(load_recipe(None, [*words, "checkpoint.verify=false"]), None).is_finished
 
 
 @pytest.mark.parametrize(

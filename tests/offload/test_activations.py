@@ -2,7 +2,7 @@
 
 import logging
 import threading
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -21,12 +21,14 @@ from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.offload import apply_offload, open_offload
+from tests.moved_clock import MovedClock
 from tests.parallel.counted_models import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")
 SIZE = 1024
 WORD = 8
 BLOCK = SIZE * WORD
+STORE_S = 0.05
 
 
 class NotingLink(CopyEngine):
@@ -40,28 +42,34 @@ class NotingLink(CopyEngine):
 
 
 class SlowMemory(HostMemory):
-    """Slow memory that notes its requests."""
+    """Slow memory that notes its requests. A store takes `STORE_S` by its clock, and waits until it may begin."""
 
-    def __init__(self, store_s: float = 0.0, load_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__(NotingLink(CPU))
-        self.store_s, self.load_s = store_s, load_s
+        self.clock = MovedClock()
         self.loaded: list[float] = []
         self.may_store = threading.Event()
         self.may_store.set()
 
     def store(self, data, ready):
         self.may_store.wait(30)
-        time.sleep(self.store_s)
+        self.clock.move(STORE_S)
         return super().store(data, ready)
 
     def load(self, stored, out, ready):
-        time.sleep(self.load_s)
         self.loaded.append(float(stored.host.view(torch.float64)[0]))
         return super().load(stored, out, ready)
 
 
 def _offload(tier=None, *, waits: bool = True, min_bytes: int = 0) -> ActivationOffload:
     return ActivationOffload(tier or HostMemory(CopyEngine(CPU)), min_bytes=min_bytes, is_synchronous=waits)
+
+
+def _slow_offload(tier: SlowMemory) -> tuple[ActivationOffload, Callable[[], int]]:
+    """Return an offload with one storing thread, by the clock of its memory, and a wait for all submitted stores."""
+    offload = ActivationOffload(tier, min_bytes=0, is_synchronous=False, clock=tier.clock)
+    offload._store_threads = ThreadPoolExecutor(1)
+    return offload, lambda: offload._store_threads.submit(int).result()
 
 
 def _stage(offload: ActivationOffload, forward, lasting=tuple):
@@ -215,30 +223,38 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
 
 
 def test_a_tensor_that_came_back_late_is_not_sent_again():
-    tier = SlowMemory(store_s=0.05, load_s=0.05)
-    offload = _offload(tier, waits=False)
+    tier = SlowMemory()
+    offload, wait_for_stores = _slow_offload(tier)
     part = offload.wrap(lambda x: x.square())
 
     def forward(x: Tensor) -> Tensor:
         for i in range(3):
             x = part(x * 1)
-            # Only the first has the time.
-            time.sleep(0.4 if i == 0 else 0.0)
+            if i == 0:
+                # Only the first has the time.
+                wait_for_stores()
+                tier.clock.move(8 * STORE_S)
+                tier.may_store.clear()
         return x.sum()
 
-    first = _passes(offload, forward, _vector().requires_grad_())
-    second = _passes(offload, forward, _vector().requires_grad_())
-    assert first.stored_bytes == second.stored_bytes == BLOCK
-    assert second.resident_bytes == 2 * BLOCK
+    for _ in range(2):
+        tier.may_store.set()
+        totals = _passes(offload, forward, _vector().requires_grad_())
+        assert (totals.stored_bytes, totals.resident_bytes) == (BLOCK, 2 * BLOCK)
+    # The second pass asked for one copy only, and got it.
     assert offload._store_threads._work_queue.empty()
 
 
 def test_a_slow_place_is_told_once(caplog):
-    offload = _offload(SlowMemory(store_s=0.05), waits=False)
+    tier = SlowMemory()
+    offload, wait_for_stores = _slow_offload(tier)
     forward = offload.wrap(lambda x: (x * 1).exp().sin().sum())
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
+            tier.may_store.clear()
             _passes(offload, forward, _vector().requires_grad_())
+            tier.may_store.set()
+            wait_for_stores()
     assert [record.message.partition(":")[0] for record in caplog.records] == ["rank 0"]
     assert "host memory is too slow" in caplog.text
 

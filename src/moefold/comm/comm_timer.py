@@ -60,12 +60,17 @@ class CommTimer:
     def leave(self, entered_at: Timestamp | None) -> None:
         """Undo the `enter` that returned `entered_at`."""
         if entered_at is not None:
-            self._spans.append((1 if self.is_waiting else -1, entered_at, self._now()))
             self.is_waiting = not self.is_waiting
+            self._spans.append((-1 if self.is_waiting else 1, entered_at, self._now()))
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether an interval has started that nobody has read."""
+        return self._span_start is not None
 
     def start(self) -> None:
         """Start an interval, unless one is running."""
-        if self.is_on and self._span_start is None:
+        if self.is_on and not self.is_running:
             self._spans.clear()
             self._span_start = self._now()
 
@@ -74,9 +79,8 @@ class CommTimer:
         if self._span_start is None:
             self._spans.clear()
             return 0.0, 0.0
-        ended = (list(self._spans), self._span_start, self._now())
-        self._span_start = None
-        self._spans.clear()
+        ended = (self._spans, self._span_start, self._now())
+        self._span_start, self._spans = None, []
         span, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
         if span is None:
             return 0.0, 0.0

@@ -65,9 +65,18 @@ class ActivationOffload:
         is_synchronous: the forward pass waits for the copies, so that at most two part runs are in memory. Otherwise it
             never waits; storages that could not be stored and loaded in time, judged by the previous step, stay.
         rank: rank for messages.
+        clock: time in seconds, from an arbitrary start.
     """
 
-    def __init__(self, backend: OffloadBackend, *, min_bytes: int, is_synchronous: bool, rank: int = 0) -> None:
+    def __init__(
+        self,
+        backend: OffloadBackend,
+        *,
+        min_bytes: int,
+        is_synchronous: bool,
+        rank: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._backend = backend
         self._min_bytes = min_bytes
         self._is_synchronous = is_synchronous
@@ -76,8 +85,9 @@ class ActivationOffload:
             ThreadPoolExecutor(IO_THREADS, f"offload-{direction}", initializer=backend.copy_engine.init_thread)
             for direction in ("out", "in")
         )
-        self._store_bandwidth = BandwidthMeter()
-        self._load_bandwidth = BandwidthMeter()
+        self._clock = clock
+        self._store_bandwidth = BandwidthMeter(clock)
+        self._load_bandwidth = BandwidthMeter(clock)
         # By the address of the storage, which is not reused while its `OffloadedStorage` exists.
         self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
         self._thread_state = _ThreadState()
@@ -171,7 +181,8 @@ class ActivationOffload:
 
         @contextmanager
         def run(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-            with self._run_part() as part_run, output_checkpoint(function, *tensors) as results:
+            part_run = self._begin_part_run()
+            with self._in_part_run(part_run), output_checkpoint(function, *tensors) as results:
                 # Results that are recomputed are not saved.
                 to_offload = (
                     []
@@ -183,24 +194,17 @@ class ActivationOffload:
                     storage.part_run = storage.part_run or part_run
                 self._thread_state.part_run = None
                 yield results
+            if part_run is not None:
+                self._wait_earlier_parts(part_run.micro_batch)
 
         return run
-
-    @contextmanager
-    def _run_part(self) -> Iterator[PartRun | None]:
-        """Offload tensors saved inside this context; no effect outside a forward pass with a backward."""
-        part_run = self._begin_part_run()
-        with self._in_part_run(part_run):
-            yield part_run
-        if part_run is not None:
-            self._wait_earlier_parts(part_run.micro_batch)
 
     def _begin_part_run(self) -> PartRun | None:
         """Start a run of a part; None outside a forward pass with a backward."""
         micro_batch = self._thread_state.micro_batch
         if micro_batch is None:
             return None
-        part_run = PartRun(len(micro_batch.part_runs), micro_batch)
+        part_run = PartRun(len(micro_batch.part_runs), micro_batch, self._clock())
         micro_batch.part_runs.append(part_run)
         return part_run
 
@@ -272,14 +276,11 @@ class ActivationOffload:
             self._store, weakref.ref(storage), self._backend.copy_engine.record_event()
         )
         storage.store_future = store_future
-        store_future.add_done_callback(self._on_store_done(storage.num_bytes))
+        store_future.add_done_callback(partial(self._on_store_done, storage.num_bytes))
 
-    def _on_store_done(self, num_bytes: int) -> Callable[[Future[None]], None]:
-        def on_done(future: Future[None]) -> None:
-            with self._lock:
-                self._queued_bytes -= num_bytes
-
-        return on_done
+    def _on_store_done(self, num_bytes: int, future: Future[None]) -> None:
+        with self._lock:
+            self._queued_bytes -= num_bytes
 
     def _is_in_time(self, storage: OffloadedStorage, part_run: PartRun) -> bool:
         """Return whether a storage can be stored and loaded before it is needed, judged by the previous step."""
@@ -295,11 +296,12 @@ class ActivationOffload:
         data = None if storage is None else storage.begin_store()
         if storage is None or data is None:
             return
+        reason = "has no more space (train.offload_limit_gib)"
         try:
             with self._store_bandwidth.measure_transfer(storage.num_bytes):
                 stored = self._backend.store(data, ready)
         except OSError as error:
-            self._warn_once("full", f"{self._backend.name} takes no more ({error.strerror or error}): some activations")
+            reason = f"takes no more ({error.strerror or error})"
             stored = None
         is_offloaded = stored is not None and storage.end_store(stored)
         with self._lock:
@@ -308,9 +310,7 @@ class ActivationOffload:
             elif stored is None:
                 self._resident_bytes += storage.num_bytes
         if stored is None:
-            self._warn_once(
-                "full", f"{self._backend.name} has no more space (train.offload_limit_gib): some activations"
-            )
+            self._warn_once("full", f"{self._backend.name} {reason}: some activations")
 
     def _on_part_backward(self, part_run: PartRun) -> None:
         """Load a part that the backward pass has reached, and the part that it will reach next."""
@@ -318,7 +318,7 @@ class ActivationOffload:
             return
         part_run.is_reached = True
         micro_batch = part_run.micro_batch
-        self._lifetimes_s[micro_batch.index, part_run.number] = time.perf_counter() - part_run.started_s
+        self._lifetimes_s[micro_batch.index, part_run.number] = self._clock() - part_run.started_s
         self._fetch(part_run)
         next_micro_batch = self._awaiting_backward.get(self._next_backward.get(micro_batch.index, -1))
         next_part_runs = [] if next_micro_batch is None else next_micro_batch.part_runs
@@ -368,23 +368,22 @@ class ActivationOffload:
         if self._keep_resident(storage):
             return
         storage.begin_load(self._load, self._backend)
-        started_s = time.perf_counter()
+        started_s = self._clock()
         storage.end_load(self._backend)
-        self._waited_s += time.perf_counter() - started_s
+        self._waited_s += self._clock() - started_s
 
     def _wait_stores(self, part_runs: list[PartRun]) -> None:
-        started_s = time.perf_counter()
+        started_s = self._clock()
         for part_run in part_runs:
             for storage in part_run.live_storages():
                 if storage.store_future is not None:
                     storage.store_future.result()
-        self._waited_s += time.perf_counter() - started_s
+        self._waited_s += self._clock() - started_s
 
     def _warn_if_slow(self) -> None:
         """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
         with self._lock:
-            stored_bytes = self._stored_bytes
-            late_bytes = self._late_bytes
+            stored_bytes, late_bytes = self._stored_bytes, self._late_bytes
         if late_bytes > stored_bytes:
             gib_per_s = self._store_bandwidth.bytes_per_s / GIB
             late_gib = late_bytes / GIB

@@ -1,7 +1,6 @@
 """Storage of saved tensors under activation offload: resident, being stored, offloaded, or being loaded."""
 
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from typing import Any
@@ -131,12 +130,12 @@ def _load(backend: OffloadBackend, stored: Any, out: Tensor, ready: Any) -> tupl
 
 
 class PartRun:
-    """One run of a model part, whose storages are offloaded and loaded together."""
+    """One run of a model part, begun at `started_s`, whose storages are offloaded and loaded together."""
 
-    def __init__(self, number: int, micro_batch: "MicroBatch") -> None:
+    def __init__(self, number: int, micro_batch: "MicroBatch", started_s: float) -> None:
         self.number = number
         self.micro_batch = micro_batch
-        self.started_s = time.perf_counter()
+        self.started_s = started_s
         self.is_reached = False
         self._storages: list[weakref.ref[OffloadedStorage]] = []
 
