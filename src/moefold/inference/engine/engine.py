@@ -271,7 +271,8 @@ class GenerationSession:
             logits_NV = None if logits_NV is None else logits_NV[: len(request_ids)]
         if not request_ids:
             return []
-        return self._advance(self._draw(logits_NV, request_ids), is_complete)
+        samples = [self._open[request_id] for request_id in request_ids]
+        return self._advance(request_ids, samples, self._draw(logits_NV, samples), is_complete)
 
     def _scored_prompt_rows(self, segments: Sequence[PassSegment]) -> list["_ScoredToken"]:
         """Return the rows of a pass whose next token belongs to a scored prompt."""
@@ -313,13 +314,12 @@ class GenerationSession:
         assert stage is not None
         return token_log_probs(logits_NV, tokens_N, stage.head.vocab_parallel.vocab_range, stage.head.cross_entropy_ops)
 
-    def _changed_logits(self, whole_NV: Tensor, request_ids: Sequence[int]) -> Tensor:
+    def _changed_logits(self, whole_NV: Tensor, samples: Sequence[_OpenSample]) -> Tensor:
         """Return the logits for the draws: the logits of samples with rules are changed."""
-        if all(self._open[request_id].request.rules is None for request_id in request_ids):
+        if all(sample.request.rules is None for sample in samples):
             return whole_NV
         changed_NV = whole_NV.clone()
-        for row_V, request_id in zip(changed_NV, request_ids, strict=True):
-            sample = self._open[request_id]
+        for row_V, sample in zip(changed_NV, samples, strict=True):
             rules = sample.request.rules
             if rules is None:
                 continue
@@ -329,21 +329,24 @@ class GenerationSession:
             change_logits(row_V, sample.request, rules, sample.tokens, sample.constraint)
         return changed_NV
 
-    def _draw(self, logits_NV: Tensor | None, request_ids: Sequence[int]) -> list[NewToken]:
-        """Draw the next token of each sample on the last stage; return the tokens on every rank."""
+    def _draw(self, logits_NV: Tensor | None, samples: Sequence[_OpenSample]) -> list[list[float]]:
+        """Draw the next token of each sample on the last stage; return the results on every rank, a list for each kind.
+
+        These are the tokens and their log-probabilities, and with alternatives the ids of the most likely tokens and
+        their log-probabilities, in descending order.
+        """
         groups = self._chain.groups
-        count = max(self._open[request_id].request.num_alternatives for request_id in request_ids)
-        # Tokens and log-probabilities of the drawn and the most likely tokens.
-        results_XN = torch.zeros(2 + 2 * count, len(request_ids), dtype=torch.float64, device=groups.device)
+        count = max([sample.request.num_alternatives for sample in samples])
+        results_XN = torch.zeros(2 + 2 * count, len(samples), dtype=torch.float64, device=groups.device)
         stage = self._chain.last_stage
         if logits_NV is not None:
             assert stage is not None
-            draws = [self._open[request_id].next_draw() for request_id in request_ids]
+            draws = [sample.next_draw() for sample in samples]
             whole_NV = stage.head.vocab_parallel.gather(logits_NV)
-            tokens_N = torch.zeros(len(request_ids), dtype=torch.int64, device=groups.device)
+            tokens_N = torch.zeros(len(samples), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                tokens_N = choose_tokens(self._changed_logits(whole_NV, request_ids), draws, stage.kernels.draw)
-                self._advance_grammars(request_ids, tokens_N)
+                tokens_N = choose_tokens(self._changed_logits(whole_NV, samples), draws, stage.kernels.draw)
+                _advance_grammars(samples, tokens_N)
             # Only one rank draws: ranks with different rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
@@ -352,41 +355,33 @@ class GenerationSession:
             if count:
                 results_XN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         # The only time that a pass waits for the device.
-        rows = self._chain.broadcast_from_last_stage(results_XN).t().tolist()
-        check_drawn([token for token, *_ in rows])
-        return [self._new_token(request_id, *fields) for request_id, fields in zip(request_ids, rows, strict=True)]
+        results: list[list[float]] = self._chain.broadcast_from_last_stage(results_XN).tolist()
+        check_drawn(results[0])
+        return results
 
-    def _new_token(self, request_id: int, token: float, log_prob: float, *best: float) -> NewToken:
-        """Return the drawn token of a sample with the requested number of alternatives."""
-        sample = self._open[request_id]
-        scores: tuple[PromptScore, ...] = ()
-        if sample.prompt_scores and not sample.tokens:
-            scores = tuple(sample.prompt_scores[position] for position in range(1, len(sample.request.prompt)))
-        alternatives = _alternatives(token, log_prob, best, sample.request.num_alternatives)
-        return NewToken(request_id, int(token), log_prob, None, alternatives, scores)
-
-    def _advance_grammars(self, request_ids: Sequence[int], tokens_N: Tensor) -> None:
-        if all(self._open[request_id].constraint is None for request_id in request_ids):
-            return
-        for request_id, token in zip(request_ids, tokens_N.tolist(), strict=True):
-            if (constraint := self._open[request_id].constraint) is not None and token != NO_TOKEN:
-                constraint.push(token)
-
-    def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
-        """Append the drawn tokens to their samples, and finish complete ones."""
-        finished = []
-        for new in drawn:
-            request_id = new.request_id
-            token = new.token
-            sample = self._open[request_id]
+    def _advance(
+        self,
+        request_ids: Sequence[int],
+        samples: Sequence[_OpenSample],
+        results: Sequence[Sequence[float]],
+        is_complete: StopCondition | None,
+    ) -> list[NewToken]:
+        """Append the tokens of `_draw` to their samples, and finish complete ones."""
+        new_tokens = []
+        for request_id, sample, number, log_prob, *best in zip(request_ids, samples, *results, strict=True):
+            request = sample.request
+            token = int(number)
+            scores: tuple[PromptScore, ...] = ()
+            if sample.prompt_scores and not sample.tokens:
+                scores = tuple(sample.prompt_scores[position] for position in range(1, len(request.prompt)))
             sample.tokens.append(token)
-            sample.log_probs.append(new.log_prob)
+            sample.log_probs.append(log_prob)
             reason: FinishReason | None = None
-            if token in sample.request.eos_ids:
+            if token in request.eos_ids:
                 reason = "eos"
             elif is_complete is not None and is_complete(request_id, sample.tokens):
                 reason = "stop"
-            elif len(sample.tokens) == sample.request.max_tokens:
+            elif len(sample.tokens) == request.max_tokens:
                 reason = "length"
             if reason is None:
                 self._scheduler.append(request_id, token)
@@ -394,8 +389,17 @@ class GenerationSession:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(request_id))
                 self._scheduler.finish(request_id)
-            finished.append(new if reason is None else new._replace(finish_reason=reason))
-        return finished
+            alternatives = _alternatives(token, log_prob, best, request.num_alternatives) if best else ()
+            new_tokens.append(NewToken(request_id, token, log_prob, reason, alternatives, scores))
+        return new_tokens
+
+
+def _advance_grammars(samples: Sequence[_OpenSample], tokens_N: Tensor) -> None:
+    if all(sample.constraint is None for sample in samples):
+        return
+    for sample, token in zip(samples, tokens_N.tolist(), strict=True):
+        if sample.constraint is not None and token != NO_TOKEN:
+            sample.constraint.push(token)
 
 
 class _ScoredToken(NamedTuple):
