@@ -18,7 +18,7 @@ from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.config.cache_pages import page_positions
 from moefold.cost.kv_cache import CacheSizes
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.pages import cache_pages, check_longest, most_positions, pages_needed
+from moefold.inference.engine.pages import PageTableReader, cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -206,6 +206,7 @@ class GenerationSession:
         self._sampling = sampling
         self._records_routing = records_routing
         self._open: dict[int, _OpenSample] = {}
+        self._table_reader = PageTableReader(scheduler.pool)
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, request_id: int, request: Request) -> None:
@@ -257,7 +258,9 @@ class GenerationSession:
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
         device = self._chain.groups.device
-        tokens_R, rows, picked_N = _pass_tensors(work.segments, device, self._scheduler.page_positions)
+        tokens_R, rows, picked_N = _pass_tensors(
+            work.segments, device, self._scheduler.page_positions, self._table_reader
+        )
         request_ids = [segment.request_id for segment in work.segments if segment.request_id >= 0]
         scored = (
             [] if all(segment.scored_id < 0 for segment in work.segments) else self._scored_prompt_rows(work.segments)
@@ -430,11 +433,12 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
 
 
 def _pass_tensors(
-    segments: Sequence[PassSegment], device: torch.device, page_positions: int
+    segments: Sequence[PassSegment], device: torch.device, page_positions: int, table_reader: PageTableReader
 ) -> tuple[Tensor, PassRows, Tensor]:
     """Return the tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
+    lasts = [segment.first + count - 1 for segment, count in zip(segments, counts, strict=True)]
     firsts = np.array([segment.first for segment in segments], np.int64)
     segment_of_row = np.arange(len(segments))
     positions = firsts
@@ -443,19 +447,15 @@ def _pass_tensors(
         segment_of_row = segment_of_row.repeat(counts)
         # Consecutive positions of each segment: the row number minus the number of the segment's first row.
         positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
-    page_counts = [segment.table.num_pages for segment in segments]
-    tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
-    for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
-        row[:num_pages] = segment.table.pages[:num_pages]
+    tables = table_reader.read([segment.table for segment in segments])
     drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.request_id >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
-    state_slots = np.array([segment.state_slot for segment in segments], np.int64)
+    state_slots = [segment.state_slot for segment in segments]
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
-        (tokens, slots, positions, tables, state_slots, np.array(drawn_rows, np.int64)), device
+        (tokens, slots, positions, tables, np.array(state_slots, np.int64), np.array(drawn_rows, np.int64)), device
     )
-    lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
-    num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
+    num_state_slots = 1 + max(state_slots, default=-1)
     rows = PassRows(slots_R, positions_R, tables_NP, counts, lasts, state_slots_N, num_state_slots)
     return tokens_R, rows, picked_N
 
