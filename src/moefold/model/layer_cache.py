@@ -67,7 +67,8 @@ class PassRows:
     @cached_property
     def row_tables(self) -> Tensor:
         """Pages of each row, int32 [R, pages]."""
-        if len(self.single_rows) == len(self.counts):
+        # A segment has at least one row.
+        if len(self.counts) == len(self.slots_R):
             return self.tables_NP
         counts = copy_to_device(torch.tensor(self.counts), self.tables_NP.device)
         return self.tables_NP.repeat_interleave(counts, 0, output_size=len(self.slots_R))

@@ -1,11 +1,13 @@
 """Passes compute every token once, in order, in pages that hold its own sample's tokens, whatever the limits are."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.config.cache_pages import PAGE_POSITIONS
-from moefold.inference.engine.pages import PagePool, PageTable, pages_for
+from moefold.inference.engine.pages import PagePool, PageTable, PageTableReader, pages_for
 from moefold.inference.engine.requests import Request
 from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler
 from moefold.integer_hash import hash_ints
@@ -178,3 +180,34 @@ def test_a_shared_page_is_freed_with_its_last_reference():
     assert pool.num_free == 2
     with pytest.raises(AssertionError, match="is free"):
         pool.release(page)
+
+
+def test_page_tables_are_read_again_whenever_they_change():
+    # Preemptions, shared prompts, copies of pages, and samples that end between others.
+    limits = PassLimits(slots=6, pass_tokens=96, num_pages=9, page_positions=PAGE_POSITIONS)
+    scheduler = PassScheduler(limits)
+    lengths = [40, 90, 130, 70, 200, 20, 90, 65]
+    for i, max_tokens in enumerate(lengths):
+        scheduler.add(i, Request(prompt=(i // 4,) * (50 + i // 4), max_tokens=max_tokens))
+    reader = PageTableReader(scheduler.pool)
+    counts = Counter[int]()
+    num_kept = 0
+    before = None
+    while scheduler.has_work:
+        segments = scheduler.next_pass().segments
+        pages = reader.read([segment.table for segment in segments])
+        num_kept += pages is before
+        before = pages
+        for row, segment in zip(pages, segments, strict=True):
+            num_pages = segment.table.num_pages
+            assert row[:num_pages].tolist() == segment.table.pages[:num_pages].tolist()
+            assert not row[num_pages:].any()
+            assert pages.shape[1] == max(other.table.num_pages for other in segments)
+            if (request_id := segment.request_id) >= 0:
+                counts[request_id] += 1
+                if counts[request_id] == lengths[request_id]:
+                    scheduler.finish(request_id)
+                else:
+                    scheduler.append(request_id, 7)
+    assert scheduler.num_preemptions
+    assert num_kept > 100

@@ -18,7 +18,7 @@ from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.config.cache_pages import page_positions
 from moefold.cost.kv_cache import CacheSizes
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.pages import cache_pages, check_longest, most_positions, pages_needed
+from moefold.inference.engine.pages import PageTableReader, cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -206,6 +206,7 @@ class GenerationSession:
         self._sampling = sampling
         self._records_routing = records_routing
         self._open: dict[int, _OpenSample] = {}
+        self._table_reader = PageTableReader(scheduler.pool)
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, request_id: int, request: Request) -> None:
@@ -257,7 +258,9 @@ class GenerationSession:
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
         device = self._chain.groups.device
-        tokens_R, rows, picked_N = _pass_tensors(work.segments, device, self._scheduler.page_positions)
+        tokens_R, rows, picked_N = _pass_tensors(
+            work.segments, device, self._scheduler.page_positions, self._table_reader
+        )
         request_ids = [segment.request_id for segment in work.segments if segment.request_id >= 0]
         scored = (
             [] if all(segment.scored_id < 0 for segment in work.segments) else self._scored_prompt_rows(work.segments)
@@ -271,7 +274,8 @@ class GenerationSession:
             logits_NV = None if logits_NV is None else logits_NV[: len(request_ids)]
         if not request_ids:
             return []
-        return self._advance(self._draw(logits_NV, request_ids), is_complete)
+        samples = [self._open[request_id] for request_id in request_ids]
+        return self._advance(request_ids, samples, self._draw(logits_NV, samples), is_complete)
 
     def _scored_prompt_rows(self, segments: Sequence[PassSegment]) -> list["_ScoredToken"]:
         """Return the rows of a pass whose next token belongs to a scored prompt."""
@@ -313,13 +317,12 @@ class GenerationSession:
         assert stage is not None
         return token_log_probs(logits_NV, tokens_N, stage.head.vocab_parallel.vocab_range, stage.head.cross_entropy_ops)
 
-    def _changed_logits(self, whole_NV: Tensor, request_ids: Sequence[int]) -> Tensor:
+    def _changed_logits(self, whole_NV: Tensor, samples: Sequence[_OpenSample]) -> Tensor:
         """Return the logits for the draws: the logits of samples with rules are changed."""
-        if all(self._open[request_id].request.rules is None for request_id in request_ids):
+        if all(sample.request.rules is None for sample in samples):
             return whole_NV
         changed_NV = whole_NV.clone()
-        for row_V, request_id in zip(changed_NV, request_ids, strict=True):
-            sample = self._open[request_id]
+        for row_V, sample in zip(changed_NV, samples, strict=True):
             rules = sample.request.rules
             if rules is None:
                 continue
@@ -329,21 +332,24 @@ class GenerationSession:
             change_logits(row_V, sample.request, rules, sample.tokens, sample.constraint)
         return changed_NV
 
-    def _draw(self, logits_NV: Tensor | None, request_ids: Sequence[int]) -> list[NewToken]:
-        """Draw the next token of each sample on the last stage; return the tokens on every rank."""
+    def _draw(self, logits_NV: Tensor | None, samples: Sequence[_OpenSample]) -> list[list[float]]:
+        """Draw the next token of each sample on the last stage; return the results on every rank, a list for each kind.
+
+        These are the tokens and their log-probabilities, and with alternatives the ids of the most likely tokens and
+        their log-probabilities, in descending order.
+        """
         groups = self._chain.groups
-        count = max(self._open[request_id].request.num_alternatives for request_id in request_ids)
-        # Tokens and log-probabilities of the drawn and the most likely tokens.
-        results_XN = torch.zeros(2 + 2 * count, len(request_ids), dtype=torch.float64, device=groups.device)
+        count = max([sample.request.num_alternatives for sample in samples])
+        results_XN = torch.zeros(2 + 2 * count, len(samples), dtype=torch.float64, device=groups.device)
         stage = self._chain.last_stage
         if logits_NV is not None:
             assert stage is not None
-            draws = [self._open[request_id].next_draw() for request_id in request_ids]
+            draws = [sample.next_draw() for sample in samples]
             whole_NV = stage.head.vocab_parallel.gather(logits_NV)
-            tokens_N = torch.zeros(len(request_ids), dtype=torch.int64, device=groups.device)
+            tokens_N = torch.zeros(len(samples), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                tokens_N = choose_tokens(self._changed_logits(whole_NV, request_ids), draws, stage.kernels.draw)
-                self._advance_grammars(request_ids, tokens_N)
+                tokens_N = choose_tokens(self._changed_logits(whole_NV, samples), draws, stage.kernels.draw)
+                _advance_grammars(samples, tokens_N)
             # Only one rank draws: ranks with different rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
@@ -352,41 +358,33 @@ class GenerationSession:
             if count:
                 results_XN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         # The only time that a pass waits for the device.
-        rows = self._chain.broadcast_from_last_stage(results_XN).t().tolist()
-        check_drawn([token for token, *_ in rows])
-        return [self._new_token(request_id, *fields) for request_id, fields in zip(request_ids, rows, strict=True)]
+        results: list[list[float]] = self._chain.broadcast_from_last_stage(results_XN).tolist()
+        check_drawn(results[0])
+        return results
 
-    def _new_token(self, request_id: int, token: float, log_prob: float, *best: float) -> NewToken:
-        """Return the drawn token of a sample with the requested number of alternatives."""
-        sample = self._open[request_id]
-        scores: tuple[PromptScore, ...] = ()
-        if sample.prompt_scores and not sample.tokens:
-            scores = tuple(sample.prompt_scores[position] for position in range(1, len(sample.request.prompt)))
-        alternatives = _alternatives(token, log_prob, best, sample.request.num_alternatives)
-        return NewToken(request_id, int(token), log_prob, None, alternatives, scores)
-
-    def _advance_grammars(self, request_ids: Sequence[int], tokens_N: Tensor) -> None:
-        if all(self._open[request_id].constraint is None for request_id in request_ids):
-            return
-        for request_id, token in zip(request_ids, tokens_N.tolist(), strict=True):
-            if (constraint := self._open[request_id].constraint) is not None and token != NO_TOKEN:
-                constraint.push(token)
-
-    def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
-        """Append the drawn tokens to their samples, and finish complete ones."""
-        finished = []
-        for new in drawn:
-            request_id = new.request_id
-            token = new.token
-            sample = self._open[request_id]
+    def _advance(
+        self,
+        request_ids: Sequence[int],
+        samples: Sequence[_OpenSample],
+        results: Sequence[Sequence[float]],
+        is_complete: StopCondition | None,
+    ) -> list[NewToken]:
+        """Append the tokens of `_draw` to their samples, and finish complete ones."""
+        new_tokens = []
+        for request_id, sample, number, log_prob, *best in zip(request_ids, samples, *results, strict=True):
+            request = sample.request
+            token = int(number)
+            scores: tuple[PromptScore, ...] = ()
+            if sample.prompt_scores and not sample.tokens:
+                scores = tuple(sample.prompt_scores[position] for position in range(1, len(request.prompt)))
             sample.tokens.append(token)
-            sample.log_probs.append(new.log_prob)
+            sample.log_probs.append(log_prob)
             reason: FinishReason | None = None
-            if token in sample.request.eos_ids:
+            if token in request.eos_ids:
                 reason = "eos"
             elif is_complete is not None and is_complete(request_id, sample.tokens):
                 reason = "stop"
-            elif len(sample.tokens) == sample.request.max_tokens:
+            elif len(sample.tokens) == request.max_tokens:
                 reason = "length"
             if reason is None:
                 self._scheduler.append(request_id, token)
@@ -394,8 +392,17 @@ class GenerationSession:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(request_id))
                 self._scheduler.finish(request_id)
-            finished.append(new if reason is None else new._replace(finish_reason=reason))
-        return finished
+            alternatives = _alternatives(token, log_prob, best, request.num_alternatives) if best else ()
+            new_tokens.append(NewToken(request_id, token, log_prob, reason, alternatives, scores))
+        return new_tokens
+
+
+def _advance_grammars(samples: Sequence[_OpenSample], tokens_N: Tensor) -> None:
+    if all(sample.constraint is None for sample in samples):
+        return
+    for sample, token in zip(samples, tokens_N.tolist(), strict=True):
+        if sample.constraint is not None and token != NO_TOKEN:
+            sample.constraint.push(token)
 
 
 class _ScoredToken(NamedTuple):
@@ -426,11 +433,12 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
 
 
 def _pass_tensors(
-    segments: Sequence[PassSegment], device: torch.device, page_positions: int
+    segments: Sequence[PassSegment], device: torch.device, page_positions: int, table_reader: PageTableReader
 ) -> tuple[Tensor, PassRows, Tensor]:
     """Return the tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
+    lasts = [segment.first + count - 1 for segment, count in zip(segments, counts, strict=True)]
     firsts = np.array([segment.first for segment in segments], np.int64)
     segment_of_row = np.arange(len(segments))
     positions = firsts
@@ -439,19 +447,15 @@ def _pass_tensors(
         segment_of_row = segment_of_row.repeat(counts)
         # Consecutive positions of each segment: the row number minus the number of the segment's first row.
         positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
-    page_counts = [segment.table.num_pages for segment in segments]
-    tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
-    for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
-        row[:num_pages] = segment.table.pages[:num_pages]
+    tables = table_reader.read([segment.table for segment in segments])
     drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.request_id >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
-    state_slots = np.array([segment.state_slot for segment in segments], np.int64)
+    state_slots = [segment.state_slot for segment in segments]
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
-        (tokens, slots, positions, tables, state_slots, np.array(drawn_rows, np.int64)), device
+        (tokens, slots, positions, tables, np.array(state_slots, np.int64), np.array(drawn_rows, np.int64)), device
     )
-    lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
-    num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
+    num_state_slots = 1 + max(state_slots, default=-1)
     rows = PassRows(slots_R, positions_R, tables_NP, counts, lasts, state_slots_N, num_state_slots)
     return tokens_R, rows, picked_N
 

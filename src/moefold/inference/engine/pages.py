@@ -29,6 +29,8 @@ class PagePool:
         self.page_positions = page_positions
         self._num_references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self.num_changes = 0
+        """Number of references added and removed: page tables change with it."""
 
     @property
     def num_pages(self) -> int:
@@ -46,17 +48,20 @@ class PagePool:
             return None
         page = self._free.pop()
         self._num_references[page] = 1
+        self.num_changes += 1
         return page
 
     def share(self, page: int) -> None:
         """Add a reference to a page in use."""
         assert self._num_references[page] > 0, f"page {page} is free"
         self._num_references[page] += 1
+        self.num_changes += 1
 
     def release(self, page: int) -> None:
         """Remove a reference; removing the last reference frees the page."""
         assert self._num_references[page] > 0, f"page {page} is free"
         self._num_references[page] -= 1
+        self.num_changes += 1
         if not self._num_references[page]:
             self._free.append(page)
 
@@ -139,6 +144,26 @@ class PageTable:
         self.pages[: self.num_pages] = 0
         self.num_shared_positions = 0
         self._set_num_pages(0)
+
+
+class PageTableReader:
+    """Reads the page tables of the sequences of a pass, and again only if these have changed since the last pass."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._num_changes = -1
+        self._tables: list[PageTable] = []
+        self._pages = np.zeros((0, 1), np.int32)
+
+    def read(self, tables: list[PageTable]) -> NDArray[np.int32]:
+        """Return the pages of each sequence, int32 [sequences, pages of the longest], 0 after its last; read only."""
+        if self._num_changes != self._pool.num_changes or self._tables != tables:
+            self._pages = np.zeros((len(tables), max((table.num_pages for table in tables), default=1)), np.int32)
+            for row, table in zip(self._pages, tables, strict=True):
+                row[: table.num_pages] = table.pages[: table.num_pages]
+            self._num_changes = self._pool.num_changes
+            self._tables = tables
+        return self._pages
 
 
 MIN_PAGE_BYTES = 1024
