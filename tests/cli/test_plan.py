@@ -14,7 +14,7 @@ from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.data.validate_source import check_data
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError
-from moefold.planner.accuracy import STATED_ERROR
+from moefold.planner.mapping_families import STATED_ERROR
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 

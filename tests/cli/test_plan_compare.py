@@ -6,7 +6,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.errors import EXIT_USER_ERROR
-from moefold.planner.accuracy import STATED_ERROR
+from moefold.planner.mapping_families import STATED_ERROR
 
 FIXED = "pp=1,mbs=1,zero=1,recompute=none,offload=none,overlap=off,dispatcher=alltoall"
 SMALL = [

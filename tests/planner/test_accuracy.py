@@ -10,12 +10,12 @@ from moefold.planner.accuracy import (
     COLUMNS,
     KINDS,
     PAPER,
-    STATED_ERROR,
     PublishedRow,
     mean_abs_error_pct,
     parse_case,
     validate_predictions,
 )
+from moefold.planner.mapping_families import STATED_ERROR
 from moefold.planner.search.constraints import METHODS
 from tests.slow import slow
 

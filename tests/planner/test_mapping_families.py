@@ -14,10 +14,10 @@ from moefold.cli.main import main
 from moefold.cli.plan_table import print_families
 from moefold.cli.screen import open_console
 from moefold.cost.hardware import DECIDING_CONSTANTS
-from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.mapping import ParallelMapping, format_compact_degrees
 from moefold.planner.mapping_families import (
     FAMILIES,
+    STATED_ERROR,
     FamilyBest,
     NearestMeasurement,
     best_of_families,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moefold.errors import ConfigError
-from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.compare_folding import FoldingComparison, compare_by_seq_len
+from moefold.planner.mapping_families import STATED_ERROR
 from moefold.planner.planner import PlanRequest, format_axis_value, format_mapping
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, FOLDED
 from moefold.planner.search.search import PlannedMapping

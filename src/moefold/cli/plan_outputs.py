@@ -16,11 +16,11 @@ from moefold.cli.timeline_file import check_timeline_file, write_timeline
 from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, refuse_existing
-from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.samples import describe_cuts
+from moefold.planner.mapping_families import STATED_ERROR
 from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS

@@ -5,14 +5,13 @@ together once the inputs of both are available.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ActionResult = tuple[int, str, int]
 """Result of an action: stage, F, I or W, micro-batch."""
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One action of a rank."""
 
     stage: int
@@ -51,6 +50,8 @@ def one_per_slot(actions: Iterable[Action]) -> SlotRow:
 
 def split_pairs(row: SlotRow) -> SlotRow:
     """Return the row with the passes of each pair one after the other."""
+    if all(len(slot) == 1 for slot in row):
+        return row
     return one_per_slot(action for slot in row for action in slot)
 
 

@@ -382,34 +382,6 @@ class Prediction:
         return _unseen_errors().get(row_key(self.row))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatedError:
-    """Error of predicted throughput on rows that a fit did not see, in percent, rounded up (docs/cost-model.md)."""
-
-    unseen_mean_pct: int = 10
-    """Published rows, each under a fit without its source."""
-    unseen_median_pct: int = 6
-    new_mean_pct: int = 16
-    """The same for rows of August 2025 to August 2026, many by third parties or from untuned recipes."""
-    new_median_pct: int = 12
-    tie_pct: int = 9
-    """Median error of the ratio of two mappings of one case."""
-    tie_most_pct: int = 18
-    """Error that eight of ten such ratios stay below."""
-
-    def __str__(self) -> str:
-        return (
-            f"published runs that a fit did not see are missed by {self.unseen_mean_pct} % on average "
-            f"({self.unseen_median_pct} % median), new runs of 2026 by {self.new_mean_pct} % ({self.new_median_pct} % "
-            f"median), the ratio of two mappings of one case by {self.tie_pct} % (median; 8 of 10 within "
-            f"{self.tie_most_pct} %): docs/cost-model.md; treat mappings that differ by less than {self.tie_pct} % as "
-            "equal."
-        )
-
-
-STATED_ERROR = StatedError()
-
-
 ErrorStatistics = dict[str, float]
 """Number of rows, and mean, median and bias of their errors in percent; a positive bias means too fast predictions."""
 

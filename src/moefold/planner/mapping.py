@@ -22,9 +22,12 @@ class PipelineVariant(NamedTuple):
     vpp: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(unsafe_hash=True, kw_only=True, slots=True)
 class ParallelMapping:
-    """Parallel degrees of attention and experts, micro-batch and execution of a step; names as in a recipe."""
+    """Parallel degrees of attention and experts, micro-batch and execution of a step; names as in a recipe.
+
+    Never changed, but not frozen: a search builds tens of thousands, and a frozen one takes three times as long.
+    """
 
     tp: int = 1
     """Tensor parallelism of attention and dense layers, with sequence parallelism."""

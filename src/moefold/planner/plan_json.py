@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.mapping_families import FamilyBest, best_of_families
+from moefold.planner.mapping_families import STATED_ERROR, FamilyBest, best_of_families
 from moefold.planner.planner import Planner
 from moefold.planner.search.search import PlannedMapping
 from moefold.units import GIB

@@ -115,8 +115,7 @@ class ActivationMemoryTable:
 
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
-        # Offloaded tensors are saved tensors, which do not depend on overlap.
-        _, offloaded = self._per_sample_tables(replace(mapping, overlap=False), strategies)
+        _, offloaded = self._per_sample_tables(mapping, strategies)
         return offloaded * self._samples(mapping)
 
     def _samples(self, mapping: ParallelMapping) -> float:
@@ -158,14 +157,17 @@ class ActivationMemoryTable:
         return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them."""
+        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them.
+
+        Overlap decides only which columns are counted.
+        """
         dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
         ep = mapping.ep if has_ep else min(mapping.ep, 2)
         imbalance = min(self.workload.max_over_mean(mapping.ep), mapping.ep)
         size = self._table_cp(mapping), self._table_mbs(mapping)
-        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
+        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher)
 
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
