@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from moefold.checkpoint.find_checkpoint import complete_checkpoints
+from tests.e2e.agents import MOEFOLD
 from tests.e2e.command import (
     ROOT,
     TWO,
@@ -24,6 +23,7 @@ from tests.e2e.command import (
     train,
     wait_until_gone,
 )
+from tests.e2e.forked import start_program
 from tests.slow import slow
 
 pytestmark = pytest.mark.e2e
@@ -66,16 +66,17 @@ def test_a_closed_terminal_saves(tmp_path, words):
 
 @pytest.mark.parametrize("words", [TWO, *slow([((),)])], ids=["two ranks", "one rank"])
 def test_closed_output_pipe_saves_and_reports_it(tmp_path, words):
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "moefold", *small(run_dir, "run.steps=100", *SAVES, *words)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
-    ) as process:
-        assert any(line.startswith("step ") for line in process.stdout)
-        process.stdout.close()
-        message = process.stderr.read()
+    run_dir, pipe, errors = tmp_path / "run", tmp_path / "pipe", tmp_path / "errors"
+    os.mkfifo(pipe)
+    process = start_program(
+        MOEFOLD, small(run_dir, "run.steps=100", *SAVES, *words), [pipe, errors], ROOT, environment()
+    )
+    with pipe.open() as printed:
+        assert any(line.startswith("step ") for line in printed)
+    process.join(100)
+    message = errors.read_text()
     steps = len(losses(run_dir))
-    assert process.returncode == 128 + signal.SIGPIPE, message
+    assert process.exitcode == 128 + signal.SIGPIPE, message
     assert message.startswith(f"moefold: stopped by SIGPIPE after step {steps} of 100; saved in ")
     assert message.count("\n") == 1
     assert checkpoints(run_dir) == [f"step-{steps:06d}"]

@@ -71,8 +71,8 @@ def test_a_refusal_and_a_plan_know_the_kinds(package):
     assert refused.returncode == 2
     assert "'deepep', 'gather_all', 'leastloaded'" in refused.stderr
     assert "did you mean 'gather_all'?" in refused.stderr
-    words = ["plan", "tiny", *SETTINGS, "--gpu", "h100", "--num-gpus", "4", "--fix", "dispatcher=gather_all"]
-    plan = _run(package, "-m", "moefold", *words, "--explain", "tp=1,ep=4")
+    words = ["plan", "tiny", *SETTINGS, "--gpu", "h100", "--num-gpus", "4", "--fix", "dispatcher=gather_all,tp=1,ep=4"]
+    plan = _run(package, "-m", "moefold", *words)
     assert plan.returncode == 0, plan.stderr
     assert "gather_all" in plan.stdout
 

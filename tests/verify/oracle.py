@@ -14,7 +14,6 @@ from moefold.verify.compare import NamedError, OracleRecord, compare_records, ru
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
 from tests.verify.recipes import without_mapping
 
-RunAll = Callable[[list[Config], ProgramData | None], list[DistributedRecord]]
 TOLERANCE = 1e-9
 STEPS = 2
 
@@ -67,16 +66,10 @@ def _oracle_of_mapping(cfg: Config, num_steps: int, data: ProgramData | None) ->
     return run_oracle(cfg, num_steps, data=data)
 
 
-def assert_all_equal_oracle(
-    pool: WorkerPool, cfgs: Mapping[str, Config], data: ProgramData | None = None, *, run: RunAll | None = None
-) -> None:
-    """Run recipes of one mapping, by name, by the same ranks, and assert that each equals the oracle.
-
-    Args:
-        run: runs all recipes on a rank; None: `run_all`.
-    """
+def assert_all_equal_oracle(pool: WorkerPool, cfgs: Mapping[str, Config], data: ProgramData | None = None) -> None:
+    """Run recipes of one mapping, by name, by the same ranks, and assert that each equals the oracle."""
     recipes = list(cfgs.values())
-    ranks = pool.run(recipes[0].parallel.world_size, run or run_all, recipes, data, timeout_s=280.0)
+    ranks = pool.run(recipes[0].parallel.world_size, _run_all, recipes, data, timeout_s=280.0)
     worst = {
         name: compare_records(oracle_of(cfg, steps_of(cfg), data), [records[i] for records in ranks])[0]
         for i, (name, cfg) in enumerate(cfgs.items())
@@ -84,7 +77,7 @@ def assert_all_equal_oracle(
     assert {name: found for name, found in worst.items() if found.error > TOLERANCE} == {}
 
 
-def run_all(cfgs: list[Config], data: ProgramData | None = None) -> list[DistributedRecord]:
+def _run_all(cfgs: list[Config], data: ProgramData | None) -> list[DistributedRecord]:
     """Run recipes of one mapping one after another on the same process groups. Collective."""
     groups = create_groups(cfgs[0])
     return [run_on_groups(groups, cfg, steps_of(cfg), data=data) for cfg in cfgs]

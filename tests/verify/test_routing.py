@@ -1,22 +1,25 @@
 """Every router, loss and drop rule equals the oracle: values, gradients, biases, metrics."""
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
-from torch.utils.checkpoint import checkpoint
 
-from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.model.loss_function import LossFunction
-from moefold.parallel.parallel_model import ParallelModel
+from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE, assert_all_equal_oracle, oracle_of, run_all
+from tests.verify.oracle import STEPS, TOLERANCE, assert_all_equal_oracle, oracle_of
 from tests.verify.recipes import tiny
 from tests.verify.routing_cases import KINDS, MAPPINGS
 
 pytestmark = pytest.mark.parity
+
+RECOMPUTED = (
+    *("global batch", "last global batch", "deepseek-v3", "quantile", "jitter"),
+    *("drop positions", "drop on each rank"),
+)
+"""Kinds whose second forward pass could count, draw or drop otherwise than the first one."""
 
 
 def _recipe(kind: str, mapping: dict[str, object]) -> Config:
@@ -45,58 +48,33 @@ def test_every_kind_of_routing(pool, mapping):
     assert_all_equal_oracle(pool, cfgs)
 
 
-def _recompute(*, blocks: bool) -> None:
-    """From here on every MoE layer, or every block, runs its forward pass once more in the backward pass."""
-    from moefold.verify import distributed_run
-
-    whole = distributed_run.parallelize
-
-    def recomputing(cfg: Config, groups: ParallelGroups, loss: LossFunction | None) -> ParallelModel:
-        model = whole(cfg, groups, loss)
-        modules = [block for stage in model.stages for block in stage.layers.values()]
-        for module in modules if blocks else model.moe_layers().values():
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        return model
-
-    distributed_run.parallelize = recomputing
-
-
-def _run_recomputing(cfg: Config, num_steps: int) -> DistributedRecord:
-    _recompute(blocks=False)
-    return run_distributed(cfg, num_steps)
-
-
-def _run_all_recomputing_blocks(cfgs: list[Config], data: None) -> list[DistributedRecord]:
-    _recompute(blocks=True)
-    return run_all(cfgs, data)
+def _recomputing(cfg: Config, part: str) -> Config:
+    """Return the recipe with a part of each layer, and with it the router, computed once more in the backward pass."""
+    cfg = replace(cfg, train=replace(cfg.train, recompute=(part,)))
+    check_config(cfg)
+    return cfg
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["global batch", "jitter", *slow([("last global batch",), ("deepseek-v3",), ("quantile",), ("drop positions",)])],
+    ("kinds", "mapping", "part"),
+    [
+        (("global batch", "jitter"), {"world_size": 2, "cp": 2, "etp": 2}, "moe"),
+        *slow(
+            [
+                (RECOMPUTED, {"world_size": 2, "cp": 2, "etp": 2}, "moe"),
+                (RECOMPUTED, {"world_size": 4, "pp": 2, "cp": 2, "etp": 2}, "moe"),
+                (RECOMPUTED, {"world_size": 8, "tp": 2, "cp": 2, "ep": 4, "etp": 2}, "layer"),
+            ]
+        ),
+    ],
+    ids=["two ranks", "two ranks, more kinds", "pipeline", "whole layers of eight ranks"],
 )
-@pytest.mark.parametrize(
-    "mapping",
-    [{"world_size": 2, "cp": 2, "etp": 2}, *slow([({"world_size": 4, "pp": 2, "cp": 2, "etp": 2},)])],
-    ids=str,
-)
-def test_recompute_changes_nothing(fresh_pool, kind, mapping):
-    cfg = _recipe(kind, mapping)
-    ranks = fresh_pool.run(cfg.parallel.world_size, _run_recomputing, cfg, STEPS)
-    worst = compare_records(oracle_of(cfg), ranks)[0]
-    assert worst.error <= TOLERANCE, worst
-
-
-@pytest.mark.slow
-def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
-    mapping = {"world_size": 8, "tp": 2, "cp": 2, "ep": 4, "etp": 2}
-    kinds = ["global batch", "last global batch", "deepseek-v3", "quantile", "jitter", "drop on each rank"]
-    cfgs = {kind: _recipe(kind, mapping) for kind in kinds}
-    assert_all_equal_oracle(pool, cfgs, run=_run_all_recomputing_blocks)
+def test_recomputed_routing_equals_the_oracle(pool, kinds, mapping, part):
+    assert_all_equal_oracle(pool, {kind: _recomputing(_recipe(kind, mapping), part) for kind in kinds})
 
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)
-def test_ten_bias_updates_equal_hand_written_ones(fresh_pool, mapping):
+def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
     """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
     model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "layers": 2}
@@ -108,7 +86,8 @@ def test_ten_bias_updates_equal_hand_written_ones(fresh_pool, mapping):
         **mapping,
     )
     assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 2)
-    ranks = fresh_pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
+    cfg = _recomputing(cfg, "moe")
+    ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, 10)
     steps = ranks[0].steps
     copies = 4 * cfg.train.seq_len * cfg.model.ffn.moe.top_k
     final = {name: w for rank in ranks for name, w in rank.weights.items() if name.endswith("expert_bias")}

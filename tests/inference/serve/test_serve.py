@@ -1,6 +1,7 @@
 """`moefold serve` answers as `moefold generate` does, to several clients at once, whole and streamed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,11 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from moefold.cli.main import main
+from tests.e2e.agents import MOEFOLD
+from tests.e2e.command import ROOT, environment
+from tests.e2e.forked import start_program
 from tests.inference.example import recipe, write_checkpoint
 
 pytest.importorskip("starlette", reason="starlette comes with the extra `serve`")
@@ -53,16 +58,20 @@ class Client:
 
 @contextmanager
 def serving(run_dir: Path, *words: str) -> Iterator[Client]:
-    """A server of its own process."""
-    command = [sys.executable, "-m", "moefold", "serve", str(run_dir), *OPTIONS, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    """A server in a process that has torch in memory."""
+    with TemporaryDirectory() as folder:
+        pipe = Path(folder) / "pipe"
+        os.mkfifo(pipe)
+        words = ["serve", str(run_dir), *OPTIONS, *words]
+        process = start_program(MOEFOLD, words, [pipe, Path(folder) / "errors"], ROOT, environment())
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("moefold: run at http://127.0.0.1:"), line
-            yield Client(int(line.rpartition(":")[2].removesuffix("/v1\n")))
+            with pipe.open() as printed:
+                line = printed.readline()
+                assert line.startswith("moefold: run at http://127.0.0.1:"), line
+                yield Client(int(line.rpartition(":")[2].removesuffix("/v1\n")))
         finally:
             process.terminate()
+            process.join()
 
 
 @pytest.fixture(scope="module")
