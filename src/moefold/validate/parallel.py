@@ -275,7 +275,7 @@ def _count_violations(cfg: Config) -> dict[str, int]:
         name: len(list(degree_rule(cfg, getattr(cfg.parallel, name)))) for name, degree_rule in DEGREE_RULES.items()
     }
     rules = (validate_sequence_length, validate_batch_size, validate_micro_batch_count)
-    return counts | {rule.__name__: len(list(rule(cfg))) for rule in rules}
+    return counts | {rule.__name__: len(list(apply_rule(rule, cfg))) for rule in rules}
 
 
 def validate_sequence_length(cfg: Config) -> Iterator[Problem]:
