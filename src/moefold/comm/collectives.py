@@ -1,7 +1,7 @@
 """Differentiable collectives on local tensors (no-ops in a group of one rank), and ring communication.
 
 Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
-its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
+its ranks. The adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence

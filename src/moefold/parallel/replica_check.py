@@ -1,7 +1,7 @@
 """Replica check: detect silent divergence by comparing replicated tensors by hash and DP gradients by cosine.
 
-Replicas that diverge without an error are a known way to lose a run: a bit flip, a collective with a wrong result on
-one rank, a kernel that is not deterministic on one of the ranks.
+Replicas that diverge without an error are a known way to lose a run. Causes are a bit flip, a collective with a wrong
+result on one rank, or a kernel that is not deterministic on one rank.
 """
 
 import hashlib

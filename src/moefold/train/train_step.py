@@ -49,8 +49,9 @@ STOP_POLL_EVERY = 8
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `outer` is the outer optimizer of a run with sites, else None; `router_replay` records and replays the routing if
-    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero; `meter` measures.
+    `outer` is the outer optimizer of a run with sites, else None. `router_replay` records and replays the routing if
+    the recipe asks for it. `moment_updates` counts the updates since the optimizer moments were zero. `meter` measures
+    the steps.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:

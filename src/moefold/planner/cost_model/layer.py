@@ -640,7 +640,7 @@ class _MoECost(_BlockCost):
     def _permute_s(self) -> float:
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
-        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
+        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them. A rank
         with one expert, or with all of them, has nothing to sort (`AllToAllMetadata.expert_order`; Megatron-Core does
         the same). DeepEP, HybridEP and moefold have fused kernels, Megatron's all-to-all separate ones.
         """
