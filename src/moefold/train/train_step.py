@@ -215,7 +215,7 @@ class TrainingStep:
         self.moment_updates = 0
 
     def restore_moment_updates(self, count: int) -> None:
-        """Set the number of updates that the moments have seen; loading the moments does not change it."""
+        """Set the number of updates that the moments have seen. Loading the moments does not change it."""
         set_step_count(self.optimizer, count)
         self.moment_updates = count
 

@@ -90,7 +90,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Check every setting and combination, and return the rank layout.
 
     Args:
-        is_training: whether the model is trained; inference also allows settings without a gradient.
+        is_training: whether the model is trained. Inference also allows settings without a gradient.
 
     Raises:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the

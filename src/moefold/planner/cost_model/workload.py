@@ -61,7 +61,7 @@ class TrainingWorkload:
     global_batch_size: int
     """Samples of a step."""
     precision: str = "bf16"
-    """One of PRECISIONS; bf16 stands for GEMMs in the compute type, whatever it is."""
+    """One of PRECISIONS. bf16 stands for GEMMs in the compute type, whatever it is."""
     dtype: str = "bfloat16"
     """The compute type: of activations, of communicated values, and of GEMMs that are not in a lower precision."""
     capacity_factor: float = 0.0
