@@ -3,7 +3,7 @@
 A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader refuses
 everything except regular files before opening. It compares the size with a limit before reading. It never reads more
 than the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is
-the reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
+the reason, so that it is reported like an unreadable file. Refused content is a `ValueError`.
 """
 
 import errno
@@ -41,7 +41,7 @@ MAX_LINE_BYTES = 64 * MIB
 MAX_TEXT_BYTES = 1 << 30
 """Text that is tokenised as a whole; `moefold tokenize` accepts larger texts."""
 MAX_JSON_DEPTH = 100
-"""Nesting depth of a JSON or TOML document; recursive code may need a few calls per level, and Python allows 1,000."""
+"""Nesting depth of a JSON or TOML document. Recursive code may need a few calls per level, and Python allows 1,000."""
 MAX_JSON_VALUES = 8_000_000
 """Values of a JSON document: an empty list takes 2 bytes in the file and 64 in memory. 8 million values are an index of
 a million tensors."""

@@ -35,7 +35,7 @@ STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Shrink warm-up and decay in proportion if the command line sets run.steps below their sum.
 
-    They are unchanged if they fit, or if the command line sets one of them; a value that does not fit is then refused.
+    They are unchanged if they fit, or if the command line sets one of them. A value that does not fit is then refused.
 
     Args:
         tree: the sections of the recipe with overrides applied. Its [train] is changed in place.
@@ -170,7 +170,7 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
     """Return the recipe for another number of ranks: dp and edp change, other degrees and global batch stay.
 
     Raises:
-        ConfigError: the recipe does not fit that number; the message names numbers that fit.
+        ConfigError: the recipe does not fit that number. The message names numbers that fit.
     """
     changed = _replace_world_size(cfg, world_size)
     try:

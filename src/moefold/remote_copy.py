@@ -25,8 +25,8 @@ CACHE_SUBFOLDER = "remote"
 def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
     """Copy a remote file or folder into the cache; return its path there.
 
-    With patterns, only files of the folder with matching names are copied. A process queries the remote side once;
-    later calls return the same copy. Files that no longer exist there are deleted from the copy. Processes of this
+    With patterns, only files of the folder with matching names are copied. A process queries the remote side once.
+    Later calls return the same copy. Files that no longer exist there are deleted from the copy. Processes of this
     machine wait for each other.
 
     Raises:
@@ -66,7 +66,7 @@ def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> N
 
     Raises:
         ConfigError: a file is a link out of the folder. Nothing is sent.
-        RemoteError: a file cannot be sent; sent files stay, without the files in `last`.
+        RemoteError: a file cannot be sent. Sent files stay, without the files in `last`.
     """
     files = list_files(source)
     for name in sorted(files, key=lambda name: name in last):

@@ -7,7 +7,6 @@ import pytest
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_actions import Action, SlotRow
-from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.peak_candidates import StepSchedule
 from moefold.topology.message_plan import (
@@ -94,7 +93,7 @@ def assert_plan(rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> tuple[Ra
 def legal_counts(schedule: str, chunks: int, pp: int) -> Iterator[int]:
     for count in range(1, 4 * pp + 2):
         parallel = ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks)
-        if not list(validate_micro_batch_count(Config(parallel=parallel, train=TrainConfig(global_batch_size=count)))):
+        if not list(validate_micro_batch_count(parallel, TrainConfig(global_batch_size=count))):
             yield count
 
 

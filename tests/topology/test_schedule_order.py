@@ -69,7 +69,7 @@ def _legal_configs(schedule: str, chunks: int, pp: int) -> Iterator[Config]:
             parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks),
             train=TrainConfig(global_batch_size=count),
         )
-        if not list(validate_micro_batch_count(cfg)):
+        if not list(validate_micro_batch_count(cfg.parallel, cfg.train)):
             yield cfg
 
 

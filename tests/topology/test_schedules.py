@@ -11,6 +11,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.part_registry import built_in_kinds
 from moefold.config.pipeline_actions import Action, SlotRow, find_deadlock, find_swapped
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -29,7 +30,7 @@ def _shapes(name: str) -> Iterator[tuple[int, int, int]]:
             parallel = ParallelConfig(world_size=pp, pp=pp, schedule=name, virtual_stages=chunks)
             for count in range(1, 3 * pp + 2):
                 cfg = Config(parallel=parallel, train=TrainConfig(global_batch_size=count))
-                if not [*validate_schedule(cfg), *validate_micro_batch_count(cfg)]:
+                if not [*validate_schedule(cfg.parallel), *validate_micro_batch_count(cfg.parallel, cfg.train)]:
                     yield pp, chunks, count
 
 
@@ -101,7 +102,7 @@ class WrittenRows(SchedulePart):
 )
 def test_wrong_rows_of_another_package_are_refused_by_name(text: str, fault: str) -> None:
     parallel = ParallelConfig(world_size=2, pp=2, schedule=WrittenRows(text=text))
-    found = list(map(str, validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2)))))
+    found = list(map(str, apply_rule(validate_rows, Config(parallel=parallel, train=TrainConfig(global_batch_size=2)))))
     name = f"parallel.schedule='{__name__}:WrittenRows' (a program)"
     assert [message[: len(name + fault)] for message in found] == ([name + fault] if fault else [])
     if fault:
@@ -122,6 +123,6 @@ def test_swapped_micro_batches_are_refused_where_each_counts_those_before_it(kin
         "counts the tokens of the micro-batches before each one; order the forward passes of a stage by micro-batch, "
         "or choose aux_kind='micro_batch'"
     )
-    assert list(map(str, validate_rows(cfg))) == ([fault] if kind == "global_batch" else [])
+    assert list(map(str, apply_rule(validate_rows, cfg))) == ([fault] if kind == "global_batch" else [])
     without_loss = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0))
-    assert not list(validate_rows(without_loss))
+    assert not list(apply_rule(validate_rows, without_loss))

@@ -100,7 +100,7 @@ class CountsTail:
 
     def __init__(self) -> None:
         self.generation = 0
-        """Number of restarts; after a change all earlier counts are void."""
+        """Number of restarts. After a change all earlier counts are void."""
         self._clear()
 
     def _clear(self) -> None:

@@ -44,7 +44,7 @@ class JsonTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        """Number of restarts of the file; after a change all earlier lines are void."""
+        """Number of restarts of the file. After a change all earlier lines are void."""
         self._clear()
 
     def _clear(self) -> None:

@@ -74,7 +74,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yield run folders, breadth first; run folders, hidden folders and links are not searched."""
+    """Yield run folders, breadth first. Run folders, hidden folders and links are not searched."""
     level = [folder]
     budget = MAX_FOLDERS
     for depth in range(MAX_DEPTH + 1):

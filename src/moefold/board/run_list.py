@@ -15,7 +15,7 @@ from moefold.board.run_reader import RunReader
 NUM_COLORS = 16
 NUM_DASHES = 3
 NUM_STYLES = NUM_COLORS * NUM_DASHES
-"""A style is dash * NUM_COLORS + colour; dash 0 is a solid line."""
+"""A style is dash * NUM_COLORS + colour. Dash 0 is a solid line."""
 SEARCH_INTERVAL_S = 10.0
 EMPTY_SEARCH_INTERVAL_S = 1.0
 """Shorter search interval while there is no run, because a user may wait for the first run."""
@@ -95,7 +95,7 @@ _STRIDE = 5
 def unused_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
-    Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
+    Solid lines are used first. Beyond `NUM_STYLES` runs, styles repeat.
     """
     wanted_style = int(key, 16)
     colors = [(wanted_style + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]

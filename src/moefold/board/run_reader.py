@@ -1,6 +1,6 @@
 """Data of one run for the board, read while the run continues.
 
-`RunReader.read` reads the new contents of the files; the other methods answer from memory, with JSON values.
+`RunReader.read` reads the new contents of the files. The other methods answer from memory, with JSON values.
 """
 
 import base64

@@ -112,9 +112,10 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
     """Check that a run can continue from a checkpoint (None: start from scratch).
 
     Raises:
-        ConfigError: it is of another model, of another step than its name, or ends no round of rl.updates; "auto" found
-            one of other data; a named one is of data that has lost files, and could continue without them; or the
-            folder already has checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
+        ConfigError: it is of another model, of another step than its name, or ends no round of rl.updates. Or "auto"
+            found one of other data, or a named one is of data that has lost files, and could continue without them. Or
+            the folder already has checkpoints of later steps, which a later "auto" would take for checkpoints of this
+            run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)

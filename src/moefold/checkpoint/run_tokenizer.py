@@ -90,7 +90,7 @@ def _copy_files(files: Mapping[str, Path], target: Path) -> None:
 
 
 def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
-    """Check that a run continues with its first tokenizer; only facts that determine ids and text are compared.
+    """Check that a run continues with its first tokenizer. Only facts that determine ids and text are compared.
 
     Raises:
         ConfigError: the tokenizer or its chat template is different.

@@ -107,7 +107,7 @@ class SafeReader(dcp.FileSystemReader):
         return result
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
-        """Return file and offset of a shard; sorting by it reads a file from start to end."""
+        """Return file and offset of a shard. Sorting by it reads a file from start to end."""
         place = self._shards[index].storage_info
         return place.relative_path, place.offset
 
@@ -342,7 +342,7 @@ def check_opcodes(pickled: bytes) -> None:
     """
     if not pickled.startswith(PICKLE_HEADERS):
         raise ValueError("it is not a pickle of protocol 4 or 5")
-    # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts are also counted.
+    # In an index of DCP a third of the bytes are such opcodes. Bytes within numbers and texts are also counted.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
     offset = 0

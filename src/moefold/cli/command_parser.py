@@ -26,7 +26,7 @@ _QUOTED = re.compile(r"""(?<!\S)'[^']*'(?!\S)|"[^"]*["]""")
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that escapes control characters in its error messages.
 
-    Paragraphs of the description and epilog are wrapped; indented lines keep their line breaks.
+    Paragraphs of the description and epilog are wrapped. Indented lines keep their line breaks.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def _closest_recipe(word: str, names: set[str]) -> str | None:
 
 
 def _list_recipes(sentences: dict[str, str]) -> list[str]:
-    """List recipes, described by a sentence each, by folder in lines of `LIST_WIDTH`; planned variants share a line."""
+    """List recipes, described by a sentence each, by folder in lines of `LIST_WIDTH`. Planned variants share a line."""
     lines = []
     for folder in sorted({name.rpartition("/")[0] for name in sentences}):
         names = [name for name in sentences if name.rpartition("/")[0] == folder]

@@ -19,7 +19,7 @@ MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
 MAX_NAMED_LAYERS = 6
-"""Maximum number of layers named in the legend; with more layers it names only the first and the last curve."""
+"""Maximum number of layers named in the legend. With more layers it names only the first and the last curve."""
 DPI = 150
 INK = "#1c2430"
 FAINT = "#7a8594"

@@ -111,7 +111,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
 def stages_from_config(cfg: Config) -> StagePlan:
     """Return the pipeline stages of a config; raise ConfigError if the schedule, the layout or its file is wrong."""
     wrong_pp = DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
-    raise_all([*validate_schedule(cfg), *wrong_pp, *validate_pipeline_layout(cfg.model, cfg.parallel)])
+    raise_all([*validate_schedule(cfg.parallel), *wrong_pp, *validate_pipeline_layout(cfg.model, cfg.parallel)])
     return plan_stages(cfg)
 
 

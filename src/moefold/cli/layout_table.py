@@ -168,7 +168,7 @@ def _first_members(view: View, axis: str, below: int) -> Iterator[int]:
 
 
 def _list_groups(view: View, axis: str) -> str:
-    """Return the groups as `{0,1} {2,3} ...`, truncated to `GROUPS_WIDTH`; groups of one are not listed."""
+    """Return the groups as `{0,1} {2,3} ...`, truncated to `GROUPS_WIDTH`. Groups of one are not listed."""
     stride = view.stride(axis)
     degree = view.degree(axis)
     if degree == 1:

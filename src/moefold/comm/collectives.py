@@ -1,7 +1,7 @@
 """Differentiable collectives on local tensors (no-ops in a group of one rank), and ring communication.
 
 Every gradient here is the exact adjoint under the convention that the loss of the world is the *sum* of the losses of
-its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
+its ranks. The adjoint of all-gather is reduce-scatter (sum), and the other way round. No scale factors appear anywhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
     """Send input_splits[0] rows to member 0 and so on; receive output_splits[i] rows from member i.
 
-    Adjoint: the same with the splits swapped. Splits may be zero; sender and receiver must agree on them.
+    Adjoint: the same with the splits swapped. Splits may be zero. Sender and receiver must agree on them.
 
     Args:
         x: rows to send, in the order of their destinations, [sum(input_splits), ...].

@@ -16,7 +16,7 @@ from moefold.comm.private_torch import gloo_backend
 
 GATHER_TAG = 2
 REDUCE_TAG = 3
-"""Tags of messages; ring communication in `comm/collectives.py` has other tags."""
+"""Tags of messages. Ring communication in `comm/collectives.py` has other tags."""
 
 NO_TIMEOUT = timedelta(0)
 """Stands for the timeout of the process group, as in torch."""

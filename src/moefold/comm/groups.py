@@ -93,7 +93,7 @@ class MoEGroups:
 class ParallelGroups:
     """Every communicator of one rank, and the two device meshes of its pipeline stage.
 
-    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp); both contain the ranks of this
+    `dense_mesh` has the axes (dp_cp, one, tp), `expert_mesh` (edp, one, ep, etp). Both contain the ranks of this
     pipeline stage. The axis "one" has one rank: it is the shard axis where data parallelism replicates.
     """
 

@@ -230,7 +230,7 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     """Return the options of a NCCL group.
 
     Args:
-        timeout: the group's timeout; torch warns if its options have another timeout.
+        timeout: the group's timeout. torch warns if its options have another timeout.
         is_high_priority: whether its kernels run on a stream of high priority: a waiting block of theirs is scheduled
             before blocks of GEMMs.
     """

@@ -54,7 +54,7 @@ class ResumableTask(Generic[T]):
         return run_to_end(self.remaining())
 
     def remaining(self) -> Resumable[T]:
-        """Return the rest as a resumable computation; it starts with the current yield of this task."""
+        """Return the rest as a resumable computation. It starts with the current yield of this task."""
         while self._value is None:
             yield
             self.resume()

@@ -84,7 +84,7 @@ class RowExchange:
         """Send rows to the ranks of their experts.
 
         Args:
-            rows_NW: rows sorted by expert; rows after the last segment are not sent.
+            rows_NW: rows sorted by expert. Rows after the last segment are not sent.
             splits_E: rows of each expert, int64 [E] on the device. No rank may receive more than `capacity`.
 
         Returns:
@@ -101,7 +101,7 @@ class RowExchange:
         """Send rows back to the ranks that sent them to `dispatch`.
 
         Args:
-            rows_CW: rows in the order of `dispatch`; rows after the last segment are not sent.
+            rows_CW: rows in the order of `dispatch`. Rows after the last segment are not sent.
             segments: segments returned by `dispatch`.
             num_rows: N, rows that this rank gave to `dispatch`.
 

@@ -53,7 +53,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors of sharded tensors, several in a message. Collective over their meshes (all-reduce).
 
     Args:
-        tensors: tensors by name, the same on all ranks; plain tensors are yielded unchanged.
+        tensors: tensors by name, the same on all ranks. Plain tensors are yielded unchanged.
     """
     messages: dict[tuple[Any, ...], list[str]] = {}
     count = 0

@@ -279,7 +279,7 @@ class SharedExchange:
         Args:
             tensors: of the same shapes on all members. Rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
-            dtype: of the sums; tensors of another type are converted.
+            dtype: of the sums. Tensors of another type are converted.
             tensor_indices: positions of the tensors in the list of the caller; other positions on another member are an
                 error.
         """

@@ -134,7 +134,7 @@ class SiteLinks:
             round_: members and weights.
             delta: the vector of this site, on the host, of the same size and type on all members. It must not change
                 before the exchange is done.
-            num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
+            num_coded: elements at the start of the vector that are sent as a code. All others are sent unchanged.
             num_gathered: number of the last coded elements that are not averaged: the result has these elements of each
                 member, and its mean is not defined there.
             probe: exchanged too; all members have a probe, or no member has.

@@ -34,7 +34,7 @@ class CheckpointConfig:
     at_end: bool = True
     """Save after the last step, unless checkpoint.every has just done so."""
     keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
-    """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
+    """Number of newest complete checkpoints to keep. Older ones are deleted after each save. 0 keeps all."""
     keep_every: Annotated[int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = 0
     """Also keep the checkpoint of every this many steps, a multiple of `every`, whatever `keep` is; 0: none."""
     keep_best: Annotated[bool, ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = False

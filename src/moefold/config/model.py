@@ -62,7 +62,7 @@ class ModelConfig(Section):
     head_bias: bool = False
     """Bias on the logits, one for each token of the vocabulary (Phi-3.5-MoE)."""
     init_std: Annotated[float, POSITIVE, SAME_TENSORS, VerifyAs.START] = 0.02
-    """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights. Output projections use init_std / sqrt(2 * num_layers)."""
 
     @cached_property
     def softmax_attention(self) -> Any:

@@ -26,7 +26,7 @@ from moefold.terminal import printable
 ENTRY_POINTS = "moefold."
 """Start of the name of an entry-point group. The rest is the group of the part."""
 INTERFACE = 1
-"""Version of the interface of parts; a part from outside states it: `interface: ClassVar[int] = 1`."""
+"""Version of the interface of parts. A part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
 _RESERVED = frozenset({"kind", "group", "key"})
 _RENAMED = {
@@ -274,7 +274,7 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
     points = [point for kind_points in entry_points_of(part.group).values() for point in kind_points]
     root = part.__module__.partition(".")[0]
     name = f"{part.__module__}:{part.__qualname__}"
-    # Other entry points of the package may be broken; a recipe that names them is refused.
+    # Other entry points of the package may be broken. A recipe that names them is refused.
     for point in sorted(points, key=lambda point: point.value != name):
         with suppress(ConfigError):
             if point.module.partition(".")[0] == root and load_entry_point(point, part.group) is part:

@@ -41,7 +41,7 @@ class RunConfig:
     kernels: Annotated[Literal["auto", "plain", "triton", "c"], VerifyAs.SPEED] = "auto"
     """Kernels of experts and routing ([kernels.md](kernels.md)). plain: torch operations. triton: fused kernels. c: CPU
     kernels for GEMMs, norms, RoPE, expert activations and causal attention, built by the machine's C compiler. auto:
-    triton on CUDA in bfloat16 if the package is installed, c on a CPU with a compiler, else plain; the log names the
+    triton on CUDA in bfloat16 if the package is installed, c on a CPU with a compiler, else plain. The log names the
     choice."""
     compile: Annotated[Literal["none", "blocks"], VerifyAs.SPEED] = "none"
     """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of

@@ -18,7 +18,7 @@ class SitesConfig(Section):
     """Jobs that train one model and exchange weights every few steps, by an outer optimizer ([sites.md](sites.md))."""
 
     count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), VerifyAs.FILES] = 1
-    """Sites of the run. 1: no exchange; method "diloco" still takes outer steps."""
+    """Sites of the run. 1: no exchange. Method "diloco" still takes outer steps."""
     number: Annotated[
         int,
         Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1),

@@ -86,14 +86,14 @@ class TrainConfig(Section):
     loss_chunk: Annotated[
         int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1), VerifyAs.SPEED
     ] = -1
-    """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
+    """Tokens of a rank whose logits are in memory at a time. The backward pass recomputes them. 0: all tokens of a
     micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
     above, the tokens with 2**28 logits on a GPU or 2**24 on a CPU, at least 256, which is logged."""
     mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.attention.indexer")] = "sparse"
     """Stage of sparse attention (model.attention.indexer). warmup: attention is dense, and only the indexers learn,
-    using the attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers
+    using the attention probabilities over all keys. sparse: attention over selected keys. The model and the indexers
     learn."""
     indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,

@@ -13,7 +13,7 @@ Tree = dict[str, Any]
 
 
 def nested(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree with keys "key.setting" moved to the table of "key"; the last value of a setting wins.
+    """Return a tree with keys "key.setting" moved to the table of "key". The last value of a setting wins.
 
     A text becomes the kind of its table.
     """

@@ -146,7 +146,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the sections of a recipe with flat keys moved to tables of parts, and the flat keys that no part reads.
 
     Args:
-        tree: sections, unchecked; tables of parts are kept.
+        tree: sections, unchecked. Tables of parts are kept.
     """
     sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
     base = _preset_of(sections)
@@ -213,7 +213,7 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
     method = sites.get("method", "mean")
     before = method.get(KIND) if isinstance(method, dict) else method
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
-    # Absent keys have the defaults of the given method, which enable it; for another method they count as off.
+    # Absent keys have the defaults of the given method, which enable it. For another method they count as off.
     silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
     on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, silent[key]) != off}
     after = next(iter(on), "mean" if before in method_of.values() else before)
@@ -231,7 +231,7 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
 
 
 def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
-    """Replace the number of layers and their patterns by words; unknown patterns stay, to be refused later."""
+    """Replace the number of layers and their patterns by words. Unknown patterns stay, to be refused later."""
     # Checkpoints have the pattern repeated to the length of the model.
     model.pop("layer_kinds", None)
     former = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}

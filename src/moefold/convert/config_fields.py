@@ -63,7 +63,7 @@ class Renamed:
         key: key of [model].
         default: replaces an absent key, and null unless the minimum is above 0.
         also: other spellings of the key, which are read but not written.
-        copies: other keys of [model] with the same value; different values do not read back as the same model.
+        copies: other keys of [model] with the same value. Different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
         minimum: smallest value.
         maximum: largest value.
@@ -170,7 +170,7 @@ def allowed(**values: tuple[Any, ...]) -> tuple[AllowedValues, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Keys of [model] that are constant for the family; config.json does not contain them."""
+    """Keys of [model] that are constant for the family. Config.json does not contain them."""
 
     values: Mapping[str, Any]
 
@@ -223,7 +223,7 @@ class SharedExperts:
         return {"ffn.moe.shared.intermediate_size": count * width} if count else {"ffn.moe.shared": NONE}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number of experts; a width that is not a multiple does not read back."""
+        """Write the number of experts. A width that is not a multiple does not read back."""
         return {self.hf_key: model.ffn.moe.shared_width // model.ffn.moe.intermediate_size}
 
 
@@ -263,7 +263,7 @@ class InputScaling:
         return {"embedding_multiplier": hidden**0.5} if is_enabled else {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the switch; another multiplier does not read back as the same model."""
+        """Write the switch. Another multiplier does not read back as the same model."""
         return {"mup_enabled": model.embedding_multiplier != 1.0}
 
 

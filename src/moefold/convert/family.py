@@ -1,6 +1,6 @@
 """Description of a model family of Hugging Face folders, and the tables that families share.
 
-A family lists the meaning of the keys of its config.json and maps its tensors; the code that reads and writes folders
+A family lists the meaning of the keys of its config.json and maps its tensors. The code that reads and writes folders
 is the same for all families. Keys follow the configuration classes of transformers 5, tensor names the files that it
 writes. `layouts` lists the possible layouts of the experts. The first layout is written.
 """
@@ -75,7 +75,7 @@ class MultimodalFolder:
         return is_other_expert or re.fullmatch(self.other_tensors, name) is not None
 
     def text_config(self, hf_config: Json) -> Json:
-        """Return the keys of the text model; the object around them determines whether the embeddings are tied."""
+        """Return the keys of the text model. The object around them determines whether the embeddings are tied."""
         around = keys = hf_config
         for key in self.config_path:
             config = keys.get(key)

@@ -426,7 +426,7 @@ class ChunkedLayers:
 
 
 def _switch(hf_config: Json, key: str) -> bool:
-    """Return a switch of config.json, true if absent; released folders also have numbers."""
+    """Return a switch of config.json, true if absent. Released folders also have numbers."""
     value = hf_config.get(key, True)
     if not isinstance(value, bool | int):
         raise ConfigError(f"config.json has {key}={value!r}, which should be true or false")

@@ -4,8 +4,8 @@ Upcycling makes experts as scaled copies or slices of a dense model's feed-forwa
 granularity is G = dense width / expert width. Expert e holds slice e mod G of the dense feed-forward layer. The G
 experts from e - e mod G on form a virtual group, one copy of the layer (arXiv:2410.07524 sec. 3). A router whose rows
 are equal within each group sends a token to whole groups. Each chosen copy counts with its routing weight, so w_up and
-w_down are scaled such that the weights of the copies of a slice sum to 1: the model computes the same outputs as the
-dense model. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
+w_down are scaled such that the weights of the copies of a slice sum to 1. Then the model computes the same outputs as
+the dense model. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
 """
 
 import math

@@ -60,7 +60,7 @@ class KeyReader(Mapping[str, Any]):
 
 
 def overlay(hf_config: Json, values: Json) -> Json:
-    """Return an object with some other values; access to it is recorded in the original."""
+    """Return an object with some other values. Access to it is recorded in the original."""
     return hf_config.with_values(values) if isinstance(hf_config, KeyReader) else {**hf_config, **values}
 
 
@@ -144,7 +144,7 @@ class KnownKeys:
 
     Attributes:
         neutral: for each key the values that change nothing.
-        declared: defaults of the keys that the class of another library declares; moefold computes with these defaults.
+        declared: defaults of the keys that the class of another library declares. Moefold computes with these defaults.
         owner: name of that class in messages.
         void: regular expression of keys that are reported and ignored, whatever their value.
     """
@@ -183,7 +183,7 @@ _GENERATION = _any(
     *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
     *("begin_suppress_tokens", "cache_implementation"),
 )
-"""Settings of sampling that the base class of transformers 4 wrote into config.json; commands have options for them."""
+"""Settings of sampling that the base class of transformers 4 wrote into config.json. Commands have options for them."""
 _SPEED = _any(
     *("chunk_size_feed_forward", "torchscript", "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing"),
     *("attn_implementation", "experts_implementation", "use_grouped_mm", "pretraining_tp", "ep_size"),

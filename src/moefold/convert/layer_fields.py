@@ -114,7 +114,7 @@ def mapped_layer_types(hf_config: Json, key: str, words: Mapping[str, str]) -> l
 
 
 def attention_types(model: ModelConfig, words: Mapping[str, str]) -> list[str]:
-    """Return the kind of every layer by its word; kinds without a word read back as full attention."""
+    """Return the kind of every layer by its word. Kinds without a word read back as full attention."""
     names = {word: kind for kind, word in words.items()}
     return [names.get(row.attention, names["full"]) for row in model.layer_words]
 
@@ -218,7 +218,7 @@ class SlidingWindowLayers:
 
 @dataclass(frozen=True)
 class UniformWindow:
-    """`sliding_window` of all layers; null, or a window as long as `max_position_embeddings`, is no limit."""
+    """`sliding_window` of all layers. Null, or a window as long as `max_position_embeddings`, is no limit."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the window."""

@@ -260,7 +260,7 @@ class KimiLinearSizes:
         return settings | LINEAR_LAYERS.read(overlay(hf_config, {"layer_types": types}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the keys of transformers; heads of several sizes do not read back as the same model."""
+        """Write the keys of transformers. Heads of several sizes do not read back as the same model."""
         return LINEAR_LAYERS.write(model) | {
             key: value for entry in _SIZES for key, value in entry.write(model).items()
         }

@@ -116,7 +116,7 @@ LONGCAT_FAMILIES = (
             r"model\.layers\.\d+\.self_attn\.\d+\.rotary_emb\.inv_freq",
             r"model\.mtp\..*",
         ),
-        # transformers writes these tensors but does not read them; the published folders lack them.
+        # transformers writes these tensors but does not read them. The published folders lack them.
         zero_expert_tensors=r"model\.layers\.\d+\.mlp\.experts\.(\d{1,9})\.(?:gate|up)_proj\.weight",
     ),
 )

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) layers in a Hugging Face folder.
 
-They come after the layers that num_hidden_layers counts, and are named like them, model.layers.L and on (DeepSeek), or
-mtp.layers.0 and on (Qwen3-Next). moefold reads both layouts from the families with the same computation.
+They come after the layers that num_hidden_layers counts. They are named like these, model.layers.L and on (DeepSeek),
+or mtp.layers.0 and on (Qwen3-Next). moefold reads both layouts from the families with the same computation.
 """
 
 import re

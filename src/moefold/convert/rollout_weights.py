@@ -35,7 +35,7 @@ class _Layout:
 
 
 class RolloutWeightWriter:
-    """Writer of a model's weights to `folder`/rollout_weights; rank 0 writes some rows of a tensor at a time.
+    """Writer of a model's weights to `folder`/rollout_weights. Rank 0 writes some rows of a tensor at a time.
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
     Constructor and `write` are collective over all ranks. Only rank 0 reads and writes files. Both raise ConfigError on

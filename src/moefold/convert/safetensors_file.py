@@ -190,7 +190,7 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
 
 
 def _map_values(opened: Any, start: int, like: Tensor) -> Tensor:
-    """Map values of a file into memory until the tensor is freed; writing to the tensor does not change the file."""
+    """Map values of a file into memory until the tensor is freed. Writing to the tensor does not change the file."""
     end = start + like.nbytes
     if os.fstat(opened.fileno()).st_size < end:
         raise ConfigError(f"{opened.name!r} ends before its tensors do")
@@ -238,7 +238,7 @@ def plan_file_layout(
 
 
 class FileWriter(ExitStack):
-    """Writer of tensors into files from `create_file`; several processes may write into one file."""
+    """Writer of tensors into files from `create_file`. Several processes may write into one file."""
 
     def __init__(self) -> None:
         super().__init__()

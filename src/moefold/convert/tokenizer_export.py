@@ -58,7 +58,7 @@ TOKENIZER_SIDECAR_FILES = (
 TOKENIZER_FILES = (TOKENIZER_FILE, *TOKENIZER_SIDECAR_FILES, "merges.txt", *UNREAD_FILES)
 """Tokenizer files of a Hugging Face folder, as patterns."""
 PLAIN_CLASS = "PreTrainedTokenizerFast"
-"""The transformers class that uses a tokenizer.json unchanged; classes of model families may modify it."""
+"""The transformers class that uses a tokenizer.json unchanged. Classes of model families may modify it."""
 
 
 @dataclass(frozen=True)

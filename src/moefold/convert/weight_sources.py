@@ -407,7 +407,7 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
 
 
 class AdaptedSource:
-    """Weight source of a model with merged adapters; sums are computed at least in float32."""
+    """Weight source of a model with merged adapters. Sums are computed at least in float32."""
 
     def __init__(self, base: WeightSource, adapters: CheckpointSource) -> None:
         self._base = base

@@ -74,7 +74,7 @@ class ActivationMemory(LayerSizes):
         return saved
 
     def _saved_by_adapters(self, kind: Layer) -> BytesByPart:
-        """Return the bytes of the products A x that adapters save; adapters of experts recompute them.
+        """Return the bytes of the products A x that adapters save. Adapters of experts recompute them.
 
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """

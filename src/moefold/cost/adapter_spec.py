@@ -1,9 +1,9 @@
 """Low-rank adapters of a model by name: which matrices have them, and how they are sharded.
 
-The adapter of a matrix W is a pair A, B of a small rank r, and the layer computes W x + (alpha / r) B A x
-(arXiv:2106.09685 sec. 4.1). For a matrix [out, in], A is [r, in] and B is [out, r]. For experts [E, in, out], which
-multiply rows from the right, A is [E, in, r] and B is [E, r, out]. A shards the inputs as W does, and B shards the
-outputs. The dim of the rank is never sharded.
+The adapter of a matrix W is a pair A, B of a small rank r. The layer computes W x + (alpha / r) B A x (arXiv:2106.09685
+sec. 4.1). For a matrix [out, in], A is [r, in] and B is [out, r]. For experts [E, in, out], which multiply rows from
+the right, A is [E, in, r] and B is [E, r, out]. A shards the inputs as W does, and B shards the outputs. The dim of the
+rank is never sharded.
 """
 
 from dataclasses import replace

@@ -70,7 +70,7 @@ def choose_recompute(
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
 
     Raises:
-        ConfigError: no set fits; the message names the missing memory and the ways out.
+        ConfigError: no set fits. The message names the missing memory and the ways out.
     """
     smallest: RecomputeChoice | None = None
     without_recompute = 0

@@ -4,7 +4,7 @@ The planner, the trainer's `tflops_per_rank` and `mfu`, and the tests share thes
 
 Conventions:
 
-* A multiply-add is 2 operations. Only GEMMs count; norms, activations, RoPE, softmax, biases and the embedding
+* A multiply-add is 2 operations. Only GEMMs count. Norms, activations, RoPE, softmax, biases and the embedding
   look-up do not.
 * A training step is 3 forward passes: the backward pass has two GEMMs for each of the forward pass. Recomputation
   does not count ("model FLOPs", arXiv:2204.02311 app. B).
@@ -171,7 +171,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
 
 
 def step_flops_per_token(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> float:
-    """Count the FLOPs per token of the training step of a recipe; frozen weights have no gradient.
+    """Count the FLOPs per token of the training step of a recipe. Frozen weights have no gradient.
 
     A frozen matrix with an adapter costs one product in the forward pass and one (not two) in the backward pass. Each
     adapter costs three. An optimizer without gradients costs two forward passes.

@@ -65,7 +65,7 @@ def interleave(
     """Yield the joint states of a pair: memory of the forward pass, and of the backward pass.
 
     Args:
-        forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
+        forward: intervals of one micro-batch. It starts at the first collective of the backward pass.
         backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
         empty: memory of a pass that has not started.
         passed: memory of the backward pass once it is done.
@@ -185,7 +185,7 @@ class _PassWalker:
         return tuple(self._intervals)
 
     def _input(self) -> Counts:
-        """Return a row with the input of the first layer; backward, the last one's gradient replaces its output."""
+        """Return a row with the input of the first layer. Backward, the last one's gradient replaces its output."""
         has_embedding = self._chunk.has_embedding
         return self._row(embedding=float(has_embedding), hidden=float(not has_embedding), in_transit=1.0)
 
@@ -197,7 +197,7 @@ class _PassWalker:
         return found
 
     def _make_layer_row(self, name: str, kind: int) -> Counts:
-        """Return a row with one layer; while it runs, it holds one of the two offloaded parts in transit."""
+        """Return a row with one layer. While it runs, it holds one of the two offloaded parts in transit."""
         is_running = name not in ("saved", "delayed_wgrad", *WGRAD_POINTS)
         found = self._row(in_transit=-0.5 if is_running else 0.0)
         found[self._spec.columns.layer_column(name) + kind] = 1.0

@@ -271,9 +271,10 @@ class StepSnapshots:
     def few_candidates(self) -> MemorySnapshots:
         """Return a cheap lower bound of the peak: for three ranks, the snapshots with the most layers in flight.
 
-        The three ranks are the first one, the last one, and one with the most layers: among equal ones, the rank with
-        the most layers of the model's most frequent kind. Where passes run in overlapped pairs, the snapshot before a
-        pair is taken, which does not depend on recomputation. Messages are left out: they need the rows of all ranks.
+        The three ranks are the first one, the last one, and one with the most layers. Among equal ones it is the rank
+        with the most layers of the model's most frequent kind. Where passes run in overlapped pairs, the snapshot
+        before a pair is taken, which does not depend on recomputation. Messages are left out: they need the rows of all
+        ranks.
         """
         kinds = [[kind for stage in stages for kind in self.chunks[stage].kinds] for stages in self.stages_by_rank]
         frequent = Counter(chain.from_iterable(kinds)).most_common(1)

@@ -60,7 +60,7 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
 def gathered_weight_bytes(cfg: Config) -> tuple[int, ...]:
     """Return the bytes of the weights that a model in training gathers to sample, on the first rank of each stage.
 
-    FSDP gathers all weights in the compute type. A single rank gathers none; copies of its weights in the compute type
+    FSDP gathers all weights in the compute type. A single rank gathers none. Copies of its weights in the compute type
     depend on the kernels and are not counted.
     """
     p = cfg.parallel

@@ -1,7 +1,7 @@
 """Bytes that a site sends in a round: formats of the codes, and the vectors of its ranks by fragment.
 
 Rank r of a site sends its shards of a fragment to rank r of each other site. A coded parameter takes whole blocks of
-the code, so the bytes of a site depend on its mapping only by the padding, and by the weights that tensor-parallel
+the code. So the bytes of a site depend on its mapping only by the padding, and by the weights that tensor-parallel
 ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send these bytes.
 """
 

@@ -29,7 +29,7 @@ def split_units(
 
     Units are dealt one by one to the least busy rank. Where all units but the first and the last are equal no split is
     better: the excess of the busiest rank is a maximum of sums that grow by equal steps. Otherwise units are moved
-    between stages; tests compare with all splits of small models.
+    between stages. Tests compare with all splits of small models.
 
     Args:
         flops: FLOPs of the units in model order: the embedding, each layer, and the loss with MTP; as many as stages

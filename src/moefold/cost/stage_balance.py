@@ -97,7 +97,7 @@ def split_model(
     ranks: tuple[int, ...],
     sizes: Sequence[Sequence[int]] = (),
 ) -> tuple[StageParts, ...]:
-    """Return the stages of `split_units`. They begin only at certain units; the units between those count as one.
+    """Return the stages of `split_units`. They begin only at certain units. The units between those count as one.
 
     Args:
         ranks: the pipeline rank of each stage, in model order.

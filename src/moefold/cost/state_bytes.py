@@ -75,7 +75,7 @@ def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: i
 
 
 def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
-    """Return the bytes of the quantised copies of weights, without their scales; low ranks and indexers count too."""
+    """Return the bytes of the quantised copies of weights, without their scales. Low ranks and indexers count too."""
     return QUANTIZED_COPIES * sum(w.numel for w in weights if w.updates_as_matrix and w.part in QUANTIZED_PARTS)
 
 

@@ -53,10 +53,9 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     """Parse a record in one of four formats, which are detected by their fields in this order.
 
     {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
-    Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction; {"prompt", "response"}
-    (or "completion"): two texts, or, as in TRL, two lists of messages, and only the completion is trained. In each
-    format a text "system" precedes the messages. Other fields are ignored. In a message they are passed to the
-    template.
+    Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction. {"prompt", "response"}
+    (or "completion"): two texts, or, as in TRL, two lists of messages. Only the completion is trained. In each format a
+    text "system" precedes the messages. Other fields are ignored. In a message they are passed to the template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text. The message has its

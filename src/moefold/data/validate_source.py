@@ -21,7 +21,7 @@ _FIRST_LINE_BYTES = 2**20
 def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     """Check that data is not missing, empty, too small or beyond the model's vocabulary.
 
-    Only names, sizes, headers and the tokenizer are checked, not the data itself: `prepare` finds defects in the text
+    Only names, sizes, headers and the tokenizer are checked, not the data itself. `prepare` finds defects in the text
     or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json). Only the
     modules of the recipe's kind of data are imported.
     """

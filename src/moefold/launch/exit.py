@@ -103,9 +103,9 @@ class SingleReporter:
     """Prints the final message of a job once per machine, by the first rank that takes a file lock.
 
     The flock selects the rank, and one byte in the file marks the message as printed. A later rank therefore prints
-    nothing, even if the store and the printing rank are gone, and if a rank dies with the lock before printing, the
-    next rank takes over. Under our own launcher the file is the last record file. Under other launchers it is an
-    anonymous memfd of the lowest rank of the machine, which all of its ranks hold open.
+    nothing, even if the store and the printing rank are gone. If a rank dies with the lock before printing, the next
+    rank takes over. Under our own launcher the file is the last record file. Under other launchers it is an anonymous
+    memfd of the lowest rank of the machine, which all of its ranks hold open.
     """
 
     def __init__(self, rank_env: RankEnv) -> None:

@@ -11,8 +11,8 @@ machine see. Or a collective has failed, and it reports nothing any more, like t
 does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as it
 does without regrouping.
 
-Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, `generation/N` is
-written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
+Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, and `generation/N` is
+written once. `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
 it.
 """
 

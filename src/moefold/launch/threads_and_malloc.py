@@ -135,9 +135,9 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
     """Make glibc's malloc keep freed blocks below 1 GiB (32 MiB in older versions) instead of returning them.
 
     A step frees its activations and gradients, and the next step allocates the same sizes. By default glibc returns the
-    top of its heap, and each block of 32 MiB or more, to the system, which zeroes every page again: up to a quarter
-    of a large layer's step (docs/log.md#2026-11-23-freed-memory-is-kept-small-operands-are-read-in-place). In exchange
-    the process stays at its peak size, with fragmentation. Affects the whole process, and glibc only.
+    top of its heap, and each block of 32 MiB or more, to the system, which zeroes every page again. That is up to a
+    quarter of a large layer's step (docs/log.md#2026-11-23-freed-memory-is-kept-small-operands-are-read-in-place). In
+    exchange the process stays at its peak size, with fragmentation. Affects the whole process, and glibc only.
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
     # A rejected size changes nothing. An accepted one also disables glibc's dynamic threshold, so it is set first.

@@ -179,8 +179,8 @@ class MetricsWriter:
 def to_record(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record in metrics.jsonl of the numbers of a step.
 
-    JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
-    names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
+    JSON has no NaN and no infinity, so such a value is written as null. The key `nonfinite`, present only then, names
+    each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
     """
     nonfinite: dict[str, str] = {}
     record = {name: _to_plain(value, name, nonfinite) for name, value in values.items()}

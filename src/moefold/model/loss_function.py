@@ -1,7 +1,7 @@
 """Protocol of the loss functions of the last pipeline stage.
 
 A recipe chooses a part of `parts/loss.py`. The loss of a step is the sum of the loss terms over all micro-batches and
-ranks (docs/design/001-gradients-are-sums.md), so a term is a sum whose weights add up to 1 over the global batch, as
+ranks (docs/design/001-gradients-are-sums.md). So a term is a sum whose weights add up to 1 over the global batch, as
 the column "weights" does.
 """
 

@@ -9,8 +9,8 @@ head a // (A/G). The log-sum-exp and every accumulation are float32, or float64 
 
 Attention sinks are a learned logit per head that takes part in the softmax without a value (arXiv:2309.17453). The
 output with a sink is the output without, scaled by 1 - exp(sink - lse), with lse the log-sum-exp over keys and sink
-(gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
-blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
+(gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero. It is merged once, after the union of all
+blocks. The backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
 The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as

@@ -8,9 +8,9 @@ threads of a Zen 5. Elsewhere MKL is faster, compiles no kernels, and reads tran
 256] x [256, 512] on one thread of a Xeon it reaches 123 against 108 GFLOP/s, and 118 against 60 with both operands
 transposed. On a Zen 3 with AVX2 it reaches 91 against 78, and 89 against 76.
 
-A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32: 13 against 130
-GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 only, where upcasting reaches 85). There `matmul`
-upcasts its operands, multiplies in float32, which is the accumulation dtype anyway, and rounds once.
+A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32. For [512, 256] x
+[256, 512] on two threads of a Xeon with AVX-512 only, that is 13 against 130 GFLOP/s; upcasting reaches 85. There
+`matmul` upcasts its operands, multiplies in float32, which is the accumulation dtype anyway, and rounds once.
 """
 
 from pathlib import Path

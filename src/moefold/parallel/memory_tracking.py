@@ -96,7 +96,7 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
     (Head, "losses", "logits"),
     (Head, "logits", "logits"),
 )
-"""Methods whose allocations belong to a part; calls inside may belong to other parts."""
+"""Methods whose allocations belong to a part. Calls inside may belong to other parts."""
 TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
 """Layers whose `forward_method` has allocations that belong to a part."""
 DISPATCH_PART = "dispatch buffers"

@@ -118,7 +118,7 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
 
 @contextmanager
 def _cast_once(model: ParallelModel) -> Iterator[None]:
-    """Cast each weight once in all passes inside this context; with several ranks, FSDP casts gathered weights."""
+    """Cast each weight once in all passes inside this context. With several ranks, FSDP casts gathered weights."""
     if model.groups.layout.world_size > 1 or model.cast_copies:
         with model.cast_copies.fresh():
             yield

@@ -105,7 +105,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     """Build this rank's stages on the meta device, shard them along every axis, and allocate the weights uninitialised.
 
     Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, CUDA
-    graphs, and the phases of the flight recorder; memory attribution wraps them in measured steps. See
+    graphs, and the phases of the flight recorder. Memory attribution wraps them in measured steps. See
     docs/design/002-seams-of-the-maths.md.
 
     Args:

@@ -16,7 +16,7 @@ from moefold.topology.message_plan import RankPlan, Receive, Release, Send, rece
 
 
 class PipelineMessages:
-    """Sends and receives the results of stages, all of one shape; results for a stage of this rank are not sent.
+    """Sends and receives the results of stages, all of one shape. Results for a stage of this rank are not sent.
 
     A sent tensor and a receive buffer are referenced until their communication is waited for on the current stream, so
     that later work of that stream may use their memory again.

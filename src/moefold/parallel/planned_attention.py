@@ -1,7 +1,7 @@
 """Planned attention: only visible (query, key) pairs are computed, and only the rows that they need are sent.
 
 Every rank computes the plan of a micro-batch set (`topology/attention_plan.py`) from the bounds of its documents, which
-the host knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the
+the host knows. Keys and values are sent once to each rank that needs them. Where work moves, queries are sent to the
 compute rank of their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks
 are not merged, and the placement of the tokens changes only rounding. The backward pass sends the rows again, then the
 gradients back, which are added in the order of the ranks.

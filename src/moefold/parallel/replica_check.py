@@ -1,7 +1,7 @@
 """Replica check: detect silent divergence by comparing replicated tensors by hash and DP gradients by cosine.
 
-Replicas that diverge without an error are a known way to lose a run: a bit flip, a collective with a wrong result on
-one rank, a kernel that is not deterministic on one of the ranks.
+Replicas that diverge without an error are a known way to lose a run. Causes are a bit flip, a collective with a wrong
+result on one rank, or a kernel that is not deterministic on one rank.
 """
 
 import hashlib
@@ -158,7 +158,7 @@ class ReplicaCheck:
         return tuple(dict.fromkeys(d for of_rank in current_world().all_gather_object(divergences) for d in of_rank))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
-        """Return whether the members of every group have equal digests; every rank checks all groups."""
+        """Return whether the members of every group have equal digests. Every rank checks all groups."""
         world = self._groups["world"]
         sums = []
         for axis_digests in digests_by_axis.values():

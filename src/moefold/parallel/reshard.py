@@ -46,7 +46,7 @@ class WeightTransfer:
     """Transfer of weights between two models whose mappings use the same ranks. The plan is made once.
 
     Where a rank has the same box of a parameter under both mappings, in the same dtype, an inference model shares the
-    parameter of the training model instead of a copy: a training step then changes both. All other parameters and all
+    parameter of the training model instead of a copy. A training step then changes both. All other parameters and all
     buffers keep their values until the next `run`.
 
     Constructor and `run` are collective over all ranks.

@@ -93,7 +93,7 @@ class RouterReplayBuffer:
         return numbers.chunk(tp.size, 1)[tp.rank].contiguous()
 
     def save(self, step: int, writer: RoutingTraceWriter | None) -> None:
-        """Gather the choices of a recorded step and write them; every rank calls it, rank 0 with a writer."""
+        """Gather the choices of a recorded step and write them. Every rank calls it, rank 0 with a writer."""
         layers = self._gather_layers()
         try:
             if writer is not None:

@@ -1,7 +1,7 @@
 """Gathered parameters of the ranks of one machine: one copy in shared memory.
 
 Each rank writes its shards. FSDP gathers into its own buffer and copies each parameter from there, on each rank. Under
-ZeRO 1 and 2, where parameters stay gathered for a step, the ranks of one machine read the same pages instead: a rank
+ZeRO 1 and 2, where parameters stay gathered for a step, the ranks of one machine read the same pages instead. A rank
 writes its shards, cast to the compute type, and nothing is copied out.
 """
 

@@ -20,7 +20,7 @@ class MeanSiteMethod(SiteMethodPart, kind="mean"):
 class DiLoCoSiteMethod(SiteMethodPart, kind="diloco"):
     """Take a step with Nesterov momentum along the mean difference (arXiv:2311.08105).
 
-    The paper exchanges every 500 steps; it pays off after hundreds of rounds.
+    The paper exchanges every 500 steps. It pays off after hundreds of rounds.
     """
 
     def values(self, every: Any) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ BASELINES = {"FSDP": 3, "FSDP+EP": 3, "TP+EP+DP": 1, "MCore": 1}
 """The paper's methods that couple the experts to tensor and data parallelism, and their ZeRO stage."""
 
 OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
-"""Sources that measured software on torch's own FSDP and pipelines, like moefold; the others measured Megatron-Core, on
+"""Sources that measured software on torch's own FSDP and pipelines, like moefold. The others measured Megatron-Core, on
 which NeMo and Megatron-Bridge are built too."""
 
 VENDOR_SOURCES = ("NVIDIA", "docs.nvidia.com", "ModelZoo best_practice", PAPER, "arXiv:2412.09952", "arXiv:2603.07685")
@@ -247,7 +247,7 @@ def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
 def _parse_dispatcher(row: PublishedRow) -> DispatcherPart:
     """Return the dispatcher of a row. HybridEP is priced as DeepEP: both send a token once to a rank.
 
-    NVIDIA's recipes of 2026 use one of the two; some rows say that their source does not print which.
+    NVIDIA's recipes of 2026 use one of the two. Some rows say that their source does not print which.
     """
     names = ("hybridep", "deepep", "dispatcher not printed")
     has_kernels = any(name in row.method_and_note for name in names)
@@ -383,7 +383,7 @@ class Prediction:
 
 
 ErrorStatistics = dict[str, float]
-"""Number of rows, and mean, median and bias of their errors in percent; a positive bias means too fast predictions."""
+"""Number of rows, and mean, median and bias of their errors in percent. A positive bias means too fast predictions."""
 
 
 def error_statistics(errors: Sequence[float]) -> ErrorStatistics:

@@ -15,7 +15,7 @@ from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, METHODS
 from moefold.planner.search.search import PlannedMapping
 
 MIN_GAIN = 5e-4
-"""Fraction of a step; mappings that differ by less are called equally fast."""
+"""Fraction of a step. Mappings that differ by less are called equally fast."""
 
 REASONS = {
     "attention": "attention is sharded less, so its GEMMs are larger",

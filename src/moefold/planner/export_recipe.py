@@ -49,7 +49,7 @@ def _written_kind(part: DispatcherPart) -> str:
 
 
 def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMapping) -> Config:
-    """Return the recipe with a mapping; uneven stages are balanced, as they were priced.
+    """Return the recipe with a mapping. Uneven stages are balanced, as they were priced.
 
     Raises:
         ConfigError: the runtime rejects the recipe.

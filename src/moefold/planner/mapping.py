@@ -102,7 +102,7 @@ def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> Paralle
 def format_compact_degrees(mapping: ParallelMapping) -> str:
     """Format the degrees in a few letters, such as `tp1 pp2x8 ep8 dp32 z1`.
 
-    pp2x8 is pp=2 with 8 virtual stages, z1 is ZeRO 1; cp, etp and mbs are left out where they are 1.
+    pp2x8 is pp=2 with 8 virtual stages, z1 is ZeRO 1. cp, etp and mbs are left out where they are 1.
     """
     m = mapping
     words = [f"tp{m.tp}", f"pp{m.pp}x{m.vpp}" if m.vpp > 1 else f"pp{m.pp}"]

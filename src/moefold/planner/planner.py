@@ -158,7 +158,7 @@ class Planner:
         """Return the fastest mapping that fits.
 
         Raises:
-            ConfigError: no mapping is legal, or none fits; the message proposes what to change.
+            ConfigError: no mapping is legal, or none fits. The message proposes what to change.
         """
         best = self.top_plans(1)[0]
         if not best.memory.fits:
@@ -166,7 +166,7 @@ class Planner:
         return best
 
     def config_for(self, plan: PlannedMapping) -> Config:
-        """Return the recipe with a planned mapping; uneven pipeline stages are balanced."""
+        """Return the recipe with a planned mapping. Uneven pipeline stages are balanced."""
         from moefold.planner.export_recipe import config_with_mapping
 
         return config_with_mapping(self.search_of(plan).space.constraints, plan.mapping)

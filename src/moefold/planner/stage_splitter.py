@@ -19,7 +19,7 @@ class RecipeStageSplitter:
     """Splitter by a recipe's `parallel.pipeline_layout`; without one, balanced by rank, as the planner writes it.
 
     Args:
-        cfg: the recipe; from its mapping only the layout is read.
+        cfg: the recipe. From its mapping only the layout is read.
         as_megatron: split as Megatron-Core does by default: into even stages, if they divide the layers, or the layers
             with the embedding and the loss.
     """
@@ -35,7 +35,7 @@ class RecipeStageSplitter:
         return tuple(chunk_of(self._model_spec.all_layers, parts) for parts in self.parts(ranks))
 
     def parts(self, ranks: tuple[int, ...]) -> tuple[StageParts, ...]:
-        """Return the chunks as `StageParts`; balancing uses the weights of the whole model, not of a shard."""
+        """Return the chunks as `StageParts`. Balancing uses the weights of the whole model, not of a shard."""
         cfg = self._cfg
         layout = cfg.parallel.pipeline_layout
         if layout not in ("", "auto"):

@@ -102,7 +102,7 @@ class _Worker:
 
 
 class RewardPool:
-    """Context manager that runs a function on several workers; a worker that hangs or dies is replaced."""
+    """Context manager that runs a function on several workers. A worker that hangs or dies is replaced."""
 
     def __init__(self, path: Path, function: str, *, workers: int, timeout_s: float) -> None:
         """Describe the pool. Processes start with the first call, and `timeout_s` limits one call."""
@@ -121,7 +121,7 @@ class RewardPool:
     ) -> Iterator[list[Any] | RewardError]:
         """Call the function with each of several keyword arguments; yield results in order, or their errors.
 
-        All calls are queued at once; pending calls are dropped when the pool is closed.
+        All calls are queued at once. Pending calls are dropped when the pool is closed.
 
         Raises:
             TimeoutError: a result is later than `limit_s` for all calls together; pending calls are dropped.
@@ -158,7 +158,7 @@ class RewardPool:
             return worker.call(arguments, self._timeout_s)
         except RewardError as error:
             if worker is not None and not error.details:
-                # The worker hangs or is dead; after an exception of the function it is still usable.
+                # The worker hangs or is dead. After an exception of the function it is still usable.
                 self._end(worker)
                 worker = None
             return error

@@ -58,8 +58,8 @@ class Communicator:
 def communicators(layout: Layout, rank: int, *, separates_purposes: bool) -> dict[str, Communicator]:
     """Return the communicator of each group of a rank, by the names and in the order of `GROUPS`.
 
-    Every rank creates the same number of communicators in the same order, and the communicators that are created at the
-    same time partition the world: so each can be split from the world's communicator by all ranks.
+    Every rank creates the same number of communicators in the same order. The communicators that are created at the
+    same time partition the world. So each can be split from the world's communicator by all ranks.
 
     Args:
         separates_purposes: whether groups with the same ranks share a communicator only if their purpose is the same.

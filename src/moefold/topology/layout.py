@@ -198,7 +198,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:
-    """Return `total / value`; the ConfigError names the nearest divisors and the world sizes that fit all degrees."""
+    """Return `total / value`. The ConfigError names the nearest divisors and the world sizes that fit all degrees."""
     if total % value == 0:
         return total // value
     legal = divisors(total)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from moefold.config.pipeline_actions import Action, ActionResult, Slot, SlotRow
 
 CHANNEL_CAPACITY = 2
-"""Messages from one stage to the next that may wait there; a schedule that would deadlock may have more."""
+"""Messages from one stage to the next that may wait there. A schedule that would deadlock may have more."""
 DURATIONS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """Simulated durations of the actions. They decide how far ahead messages are received, not whether a plan is safe."""
 
@@ -90,7 +90,7 @@ def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[in
     Counted are posted receives, sent tensors that are not released, and inputs of another stage of the rank.
 
     Args:
-        overlaps: whether the actions of a slot run at the same time; otherwise they run one after the other, and each
+        overlaps: whether the actions of a slot run at the same time. Otherwise they run one after the other, and each
             is counted.
     """
     counts = []

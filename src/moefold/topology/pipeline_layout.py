@@ -22,7 +22,7 @@ MAX_DEPTH = 20
 
 
 class LayoutSyntaxError(ValueError):
-    """Syntax error of a layout; the message names the character, counted from 1."""
+    """Syntax error of a layout. The message names the character, counted from 1."""
 
 
 @dataclass(frozen=True)

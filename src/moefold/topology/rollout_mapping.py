@@ -17,7 +17,7 @@ ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
 
 
 def rollout_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> dict[str, int]:
-    """Return the degrees of sampling; a degree that the recipe leaves at 0 is the degree of training.
+    """Return the degrees of sampling. A degree that the recipe leaves at 0 is the degree of training.
 
     With rollout.experts="whole", ep and etp are 1 instead.
     """

@@ -151,8 +151,8 @@ class BatchSharder(BatchBuilder):
 
     Micro-batch j of the global batch is samples [j * B, (j + 1) * B). The j-th micro-batch of data-parallel rank d is
     number d * num_micro_batches + j, so the batch is the same under every mapping. If the number of micro-batches is
-    not a multiple of dp, the last ranks have micro-batches of padding: copies of the last sample with weight 0, which
-    are not routed and not counted.
+    not a multiple of dp, the last ranks have micro-batches of padding. They are copies of the last sample with weight
+    0, which are not routed and not counted.
     """
 
     def __init__(self, sampler: Sampler, shape: BatchShape, groups: ParallelGroups, positions: Tensor) -> None:

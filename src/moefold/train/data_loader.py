@@ -199,7 +199,7 @@ class DataLoader:
         """Note the dropped files, each with its reason.
 
         Args:
-            found_by: rank and host that could not read a file; ranks read no file that was found before.
+            found_by: rank and host that could not read a file. Ranks read no file that was found before.
         """
         read = self._shards.num_tokens if self._shards is not None else {}
         epoch = len(self.train_sampler)

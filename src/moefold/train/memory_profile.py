@@ -50,7 +50,7 @@ class MeasuredMemory:
     activation_peak: dict[str, int]
     """Bytes by part at the activation peak."""
     gathered: int
-    """All-gathered weights at the activation peak; during an all-gather there are more, one layer at a time."""
+    """All-gathered weights at the activation peak. During an all-gather there are more, one layer at a time."""
     after: dict[str, int]
     """Bytes by part after the passes, with all gradients."""
     routed: list[int]

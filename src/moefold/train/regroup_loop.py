@@ -244,7 +244,7 @@ class RegroupLoop:
         """Train to the end, through losses; return the exit status.
 
         Args:
-            stop: signal handlers; from the first loss on, a signal that comes between two steps is not lost.
+            stop: signal handlers. From the first loss on, a signal that comes between two steps is not lost.
 
         Raises:
             RunError: too few ranks are left, or a rank has failed by itself.

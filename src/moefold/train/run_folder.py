@@ -246,7 +246,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
 
 
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
-    """Describe how the data of a checkpoint's run and of the recipe differ; files of the same name count as the same.
+    """Describe how the data of a checkpoint's run and of the recipe differ. Files of the same name count as the same.
 
     Files that have changed under their names are refused by name at the start.
     """

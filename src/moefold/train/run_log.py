@@ -193,7 +193,7 @@ class RunLog:
             self._progress.message(f"{verb} {resume.path} at step {step}{removed if removed_lines else ''}")
 
     def _open_writers(self, resume_step: int) -> int:
-        """Open all per-step writers; entries after `resume_step` are removed.
+        """Open all per-step writers. Entries after `resume_step` are removed.
 
         Returns:
             The number of lines removed from metrics.jsonl.

@@ -339,7 +339,7 @@ def _row_of_rank(row: Tensor, group: Group) -> Tensor:
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of a step that one all-reduce sums: of one rank, or their sums; shapes are equal on every rank."""
+    """Numbers of a step that one all-reduce sums: of one rank, or their sums. Shapes are equal on every rank."""
 
     losses: Tensor
     """Terms of the loss, then of multi-token prediction."""

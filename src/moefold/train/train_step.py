@@ -49,8 +49,9 @@ STOP_POLL_EVERY = 8
 class TrainingStep:
     """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
 
-    `outer` is the outer optimizer of a run with sites, else None; `router_replay` records and replays the routing if
-    the recipe asks for it; `moment_updates` counts the updates since the optimizer moments were zero; `meter` measures.
+    `outer` is the outer optimizer of a run with sites, else None. `router_replay` records and replays the routing if
+    the recipe asks for it. `moment_updates` counts the updates since the optimizer moments were zero. `meter` measures
+    the steps.
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
@@ -214,7 +215,7 @@ class TrainingStep:
         self.moment_updates = 0
 
     def restore_moment_updates(self, count: int) -> None:
-        """Set the number of updates that the moments have seen; loading the moments does not change it."""
+        """Set the number of updates that the moments have seen. Loading the moments does not change it."""
         set_step_count(self.optimizer, count)
         self.moment_updates = count
 

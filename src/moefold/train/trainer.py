@@ -149,7 +149,7 @@ class Trainer:
             finish()
 
     def _each_callback(self, callbacks: Sequence[Callback]) -> Iterator[Callback]:
-        """Yield callbacks; the flight recorder's phase names the program's callbacks."""
+        """Yield callbacks. The flight recorder's phase names the program's callbacks."""
         for callback in callbacks:
             if not isinstance(callback, StageCallback):
                 self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")

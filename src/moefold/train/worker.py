@@ -128,7 +128,7 @@ def train_on_rank(
         messages: lines to log before all others.
 
     Raises:
-        ConfigError: training found an error in the recipe, in a job of one rank; in larger jobs, ranks print it and
+        ConfigError: training found an error in the recipe, in a job of one rank. In larger jobs, ranks print it and
             exit.
         RunError: the run failed, in a job of one rank or in a program's own process.
     """
@@ -334,7 +334,7 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
 
     Raises:
         ConfigError: the recipe cannot be trained here; on all ranks.
-        RunError: the run failed; a rank whose peer failed names the loss of the connection.
+        RunError: the run failed. A rank whose peer failed names the loss of the connection.
     """
     if recipe.cfg.rollout.ranks:
         raise ConfigError(

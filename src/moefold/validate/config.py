@@ -90,7 +90,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Check every setting and combination, and return the rank layout.
 
     Args:
-        is_training: whether the model is trained; inference also allows settings without a gradient.
+        is_training: whether the model is trained. Inference also allows settings without a gradient.
 
     Raises:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
@@ -104,7 +104,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     messages = [message for rule in rules for message in apply_rule(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
     raise_all((*messages, *(problem for part in parts for problem in part_problems(part, cfg))))
-    raise_all(validate_rows(cfg))
+    raise_all(validate_rows(cfg.model, cfg.moe, cfg.parallel, cfg.train))
     raise_all(validate_collective_order(cfg))
     if is_training:
         raise_all(validate_memory(cfg))

@@ -35,7 +35,7 @@ CERTAIN_FRACTION = 0.75
 MIN_PROCESS_BYTES = GIB // 10
 """Minimum memory of a CPU rank in addition to its tensors: pages not shared with other processes."""
 MAX_ACTIONS = 50_000
-"""Maximum number of simulated schedule actions; for longer schedules only states are counted."""
+"""Maximum number of simulated schedule actions. For longer schedules only states are counted."""
 STEADY_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
@@ -221,7 +221,7 @@ def check_training_fits(cfg: Config, host: HostCapacity) -> None:
     """Check that a training step fits into the machine's memory.
 
     Raises:
-        ConfigError: it does not fit; the message names the parts and the changes that would help.
+        ConfigError: it does not fit. The message names the parts and the changes that would help.
     """
     if not cfg.run.check_memory:
         return

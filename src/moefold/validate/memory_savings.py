@@ -17,7 +17,7 @@ from moefold.units import GIB
 def validate_memory(cfg: Config) -> Iterator[Problem]:
     """Check that a choice of train.recompute "auto" fits, for a recipe that passed all other rules.
 
-    Only for run.device "cpu"; with other values `check_memory_device` checks when the device is known.
+    Only for run.device "cpu". With other values `check_memory_device` checks when the device is known.
     """
     if cfg.run.device == "cpu":
         try:

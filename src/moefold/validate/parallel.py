@@ -109,7 +109,7 @@ PLACEMENT_RULES = (validate_attention_pool, validate_placed_samples, validate_pl
 
 @dataclass(frozen=True)
 class DegreeProblem(Problem):
-    """Degree that does not fit the model; the way out also names sizes of the model."""
+    """Degree that does not fit the model. The way out also names sizes of the model."""
 
     legal: Sequence[int] = ()
     """Degrees that fit."""
@@ -124,7 +124,7 @@ def _nearest_degrees(key: str, degree: int, legal: Sequence[int]) -> str:
 
 
 def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[Problem]:
-    """Check that `degree` divides the size; the message names the nearest legal sizes."""
+    """Check that `degree` divides the size. The message names the nearest legal sizes."""
     if size % degree:
         way_out = f"choose {key}={nearest_multiples(size, degree)}"
         yield DegreeProblem(f"parallel.{name}", degree, f"must divide {key}={size}", way_out, divisors(size))
@@ -247,7 +247,7 @@ DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[Problem]]] = {
 
 
 def validate_degrees(cfg: Config) -> Iterator[Problem]:
-    """Check that every degree divides the sizes that it shards; messages end with its legal values."""
+    """Check that every degree divides the sizes that it shards. Messages end with its legal values."""
     for name, rule in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
         problems = list(rule(cfg, degree))
@@ -275,7 +275,7 @@ def _count_violations(cfg: Config) -> dict[str, int]:
         name: len(list(degree_rule(cfg, getattr(cfg.parallel, name)))) for name, degree_rule in DEGREE_RULES.items()
     }
     rules = (validate_sequence_length, validate_batch_size, validate_micro_batch_count)
-    return counts | {rule.__name__: len(list(rule(cfg))) for rule in rules}
+    return counts | {rule.__name__: len(list(apply_rule(rule, cfg))) for rule in rules}
 
 
 def validate_sequence_length(cfg: Config) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
@@ -14,7 +14,6 @@ from moefold.config.part import describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.config.pipeline_actions import SlotRow, find_swapped
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -23,10 +22,10 @@ from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import runtime_slots, stage_ranks
 
 
-def validate_schedule(cfg: Config) -> Iterator[Problem]:
+def validate_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check the schedule against virtual_stages and pp."""
-    p = cfg.parallel
-    spec = chosen(cfg, SchedulePart)
+    p = parallel
+    spec = chosen_in(parallel, SchedulePart)
     minimum, maximum = spec.virtual_stage_bounds
     if p.virtual_stages < minimum:
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
@@ -46,16 +45,16 @@ def validate_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("parallel.schedule", spec.kind, rule, "choose schedule='1f1b' with virtual_stages=1, or pp=2")
 
 
-def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
+def validate_micro_batch_count(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that the schedule supports the number of micro-batches."""
-    p = cfg.parallel
-    batch = cfg.train.global_batch_size
-    samples_per_pass = cfg.train.micro_batch_size * p.dp
+    p = parallel
+    batch = train.global_batch_size
+    samples_per_pass = train.micro_batch_size * p.dp
     if p.pp == 1 or (batch % samples_per_pass and not p.may_pad_batch):
         return
-    count = cfg.num_micro_batches
+    count = train.num_micro_batches(p.dp)
     reason = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
-    spec = chosen(cfg, SchedulePart)
+    spec = chosen_in(parallel, SchedulePart)
     rounds = max(1, count // p.pp)
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
@@ -67,7 +66,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
     factor = spec.min_micro_batches_per_rank
     minimum = factor * p.pp
     if count < minimum:
-        micro = cfg.train.micro_batch_size
+        micro = train.micro_batch_size
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         rule = f"needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} micro-batches, {reason}"
         enough = f"train.global_batch_size={samples_per_pass * minimum}{smaller}"
@@ -75,16 +74,18 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
         yield Problem("parallel.schedule", spec.kind, rule, way_out)
 
 
-def validate_rows(cfg: Config) -> Iterator[Problem]:
+def validate_rows(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, train: TrainConfig
+) -> Iterator[Problem]:
     """Check the rows of a schedule from another package, for a recipe that passed all other rules."""
-    if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
+    if parallel.pp == 1 or is_built_in(type(chosen_in(parallel, SchedulePart))):
         return
     try:
-        rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
+        rows = runtime_slots(model, parallel, train)
     except ConfigError as error:
         yield from error.problems
     else:
-        yield from _validate_order(cfg.model, cfg.moe, cfg.parallel, rows)
+        yield from _validate_order(model, moe, parallel, rows)
 
 
 def _validate_order(

@@ -38,7 +38,7 @@ def formula_of(part: Part) -> Any:
 
 
 def no_formula_of_weights(name: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
-    """Refuse parameters that no formula reads; the message names the parts from outside in the model."""
+    """Refuse parameters that no formula reads. The message names the parts from outside in the model."""
     name = f"{name} {format_list(names)}"
     outside = [part for part in parts_in(model) if not is_built_in(type(part))]
     if outside:

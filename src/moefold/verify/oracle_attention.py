@@ -108,13 +108,13 @@ class OracleIndexer:
         score = formula_of(self._model.attention.indexer)
         self.scores = score(ModuleWeights(self._weights, self._name), x, source, self._rotate)
         self.masked = masked.expand(self.scores.shape).clone()
-        # The warm-up selects all keys; top_k is read, so that it counts as read.
+        # The warm-up selects all keys. top_k is read, so that it counts as read.
         top_k = self._model.attention.indexer.top_k
         if not is_warmup(self._model, self._train):
             self._select(top_k)
 
     def _select(self, top_k: int) -> None:
-        """Mask all keys except the best keys of each query; of equal scores, the lowest position wins."""
+        """Mask all keys except the best keys of each query. Of equal scores, the lowest position wins."""
         for sample, queries in enumerate(self.scores.tolist()):
             for t, scores in enumerate(queries):
                 visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]

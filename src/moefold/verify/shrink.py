@@ -229,7 +229,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
 def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
     """Return the numbers of the first layers, then of a layer of each missing kind.
 
-    Full and windowed layers alternate quickly; linear layers and layers without RoPE may come after several others.
+    Full and windowed layers alternate quickly. Linear layers and layers without RoPE may come after several others.
     """
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     for length in range(count, 0, -1):

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from moefold.config.parallel import ParallelConfig
-from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.layer import CostItem
@@ -33,7 +32,7 @@ def legal_counts(schedule: str, pp: int, chunks: int, most: int) -> list[int]:
     found = []
     for count in range(pp, most + 1):
         parallel = ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks)
-        if not list(validate_micro_batch_count(Config(parallel=parallel, train=TrainConfig(global_batch_size=count)))):
+        if not list(validate_micro_batch_count(parallel, TrainConfig(global_batch_size=count))):
             found.append(count)
     return found
 

@@ -31,7 +31,7 @@ def test_the_slots_equal_the_runtime(pp, schedule, chunks):
     compared = 0
     for count in range(1, 3 * pp + 2):
         cfg = config(schedule, pp, chunks, count)
-        if not list(validate_micro_batch_count(cfg)):
+        if not list(validate_micro_batch_count(cfg.parallel, cfg.train)):
             compared += 1
             assert schedule_rows(schedule, pp, chunks, count) == runtime_slots(cfg.model, cfg.parallel, cfg.train), (
                 count

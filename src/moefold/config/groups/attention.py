@@ -220,7 +220,7 @@ class AttentionPart(Part):
     """Parts of `train.recompute` that only this kind has: projections from latents to heads, which the core saves. A
     module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
     rotary_dim: ClassVar[Any] = 0
-    """Dims of a head with RoPE, for a part of another package; built-in parts read the recipe's keys."""
+    """Dims of a head with RoPE, for a part of another package. Built-in parts read the recipe's keys."""
     span: SpanPart | None = None
     """Limit of the context of a query; None: only causality."""
     has_rope: bool = True

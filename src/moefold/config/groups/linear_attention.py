@@ -141,7 +141,7 @@ class LinearAttentionPart(AttentionPart):
         numbers = sum(factor * width for factor, width in zip(factors[is_low_precision], parts, strict=True))
         transient = Counter({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
         if "layer" in sizes.recompute:
-            # The recomputed layer holds the projections three times; its saved tensors already count one.
+            # The recomputed layer holds the projections three times. Its saved tensors already count one.
             transient["attention"] += 2 * sizes.gathered_bytes(self.projected_width(tp))
         return transient
 

@@ -25,7 +25,7 @@ class LrSchedulePart(Part):
             peak: learning rate at the end of the warm-up.
             first: last step of the warm-up, or 1 without warm-up. Its rate is exactly the peak.
             step: from `first` to `steps`, counted from 1.
-            steps: optimizer steps of the whole run; the last step has exactly the lowest rate.
+            steps: optimizer steps of the whole run. The last step has exactly the lowest rate.
         """
         raise NotImplementedError
 

@@ -167,7 +167,7 @@ class AdvantagePart(Part):
     group: ClassVar[str] = "advantage"
     key: ClassVar[str] = "rl.advantage"
     changes_maths: ClassVar[bool] = False
-    """False: `moefold verify` compares the loss for given advantages; tests compare these with TRL."""
+    """False: `moefold verify` compares the loss for given advantages. Tests compare these with TRL."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
         """Return the advantage of each rollout, [P, G]; NaN without a reward."""

@@ -2,8 +2,8 @@
 
 Each matrix W_e of expert e has a pair A_e, B_e: x W_e + scale (x A_e) B_e for the rows x of the expert. The matrices
 and the biases are frozen: their gradients are not computed. Their outputs and the products x A_e are not saved. Under
-expert tensor parallelism the A of gate and up and the B of down are whole on each etp rank, and their gradients are
-partial sums over etp, as each rank computes its own F/etp columns.
+expert tensor parallelism the A of gate and up and the B of down are whole on each etp rank. Their gradients are partial
+sums over etp, as each rank computes its own F/etp columns.
 """
 
 from collections.abc import Sequence

@@ -41,8 +41,8 @@ def scale_of(amax, zero, max_value, min_amax):
 def round_to_e4m3(value, scale, max_value):
     """Divide by the scale and round to the nearest e4m3 value, ties to even, but stay in float32: the cast is exact.
 
-    Adding 1.5 * 2**20 times the power of two below the value puts the last bit of the sum at the third mantissa bit;
-    below 2**-6 all e4m3 values are multiples of 2**-9. Needed because Triton's interpreter does not round casts
+    Adding 1.5 * 2**20 times the power of two below the value puts the last bit of the sum at the third mantissa bit.
+    Below 2**-6 all e4m3 values are multiples of 2**-9. Needed because Triton's interpreter does not round casts
     correctly.
     """
     value = tl.math.div_rn(value, scale)

@@ -50,7 +50,7 @@ class AttentionLoad:
     exchange_ranks: int = 1
     """Consecutive ranks of dp x cp that exchange rows."""
     is_planned: bool = False
-    """True if only these rows are exchanged; otherwise all keys and values pass through all cp ranks."""
+    """True if only these rows are exchanged. Otherwise all keys and values pass through all cp ranks."""
 
     @property
     def max_over_mean(self) -> float:

@@ -79,7 +79,7 @@ class GemmCost:
         tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
         work = 2.0 * device.tile_rows * device.tile_columns * (inner + device.half_depth) * tiles
         rate = self.flops_per_s * device.grouped_fraction if groups > 1 else self.flops_per_s
-        # The last wave is half empty on average; expert GEMMs in separate kernels each end with such a wave.
+        # The last wave is half empty on average. Expert GEMMs in separate kernels each end with such a wave.
         waves = 1.0 + 0.5 * device.multiprocessors * (1 if fused else groups) / tiles
         return max(work * waves / rate, moved_bytes / self.bytes_per_s)
 

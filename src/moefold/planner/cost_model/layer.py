@@ -64,7 +64,7 @@ FULL_SPEED_HEAD_SIZE = 128
 arXiv:2407.08608 fig. 5 and 6."""
 
 MIN_ATTENTION_LENGTH = 256.0
-"""Tokens of the shortest sequence whose rate depends on its length; shorter ones have its rate. Not fitted."""
+"""Tokens of the shortest sequence whose rate depends on its length. Shorter ones have its rate. Not fitted."""
 
 RING_KERNELS = 18.79
 """Kernels of one forward step of ring attention: sends, halves, attention, corrections. Source: fit on Qwen3-235B at
@@ -109,7 +109,7 @@ operations (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention). Ra
 
 CONVOLUTION_BYTES = 16.0
 """Bytes that the forward pass of a gated short convolution moves for each token and row of the output projection.
-Source: a count; two products and the convolution each read and write values of 2 bytes."""
+Source: a count. Two products and the convolution each read and write values of 2 bytes."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass. Source: a count, five GEMMs for two."""
@@ -195,7 +195,7 @@ class BlockTime:
     """Part of the backward pass: weight gradients. No other rank waits for them."""
     kernels: Launches = Launches()
     host_syncs: float = 0.0
-    """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
+    """Number of forward device-to-host syncs. The host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
     """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
     `moe` contains expert_activation and shared_experts, `layer` everything."""
@@ -416,7 +416,7 @@ class _MixerCost(_BlockCost):
 
     @property
     def _kv_heads(self) -> float:
-        """Heads of keys and values on a rank; tp replicates them where it has more ranks."""
+        """Heads of keys and values on a rank. tp replicates them where it has more ranks."""
         return self.core.kv_heads / min(self.tp, self.core.kv_heads)
 
     def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
@@ -640,7 +640,7 @@ class _MoECost(_BlockCost):
     def _permute_s(self) -> float:
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
-        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
+        Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them. A rank
         with one expert, or with all of them, has nothing to sort (`AllToAllMetadata.expert_order`; Megatron-Core does
         the same). DeepEP, HybridEP and moefold have fused kernels, Megatron's all-to-all separate ones.
         """

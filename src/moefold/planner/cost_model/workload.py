@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from moefold.planner.lengths.balance import DocumentLoads
 
 PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
-"""Precisions of the GEMMs. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
-128 x 128 of a weight, mxfp8 one for 32 values, nvfp4 one for 16 values of 4 bits."""
+"""Precisions of the GEMMs. fp8 has one scale for a tensor. fp8-blockwise has one for 128 values of an activation and
+for 128 x 128 of a weight. mxfp8 has one for 32 values, nvfp4 one for 16 values of 4 bits."""
 
 EXPERT_SPREAD = 1.2
 """Coefficient of variation of the routed tokens of an expert, of one micro-batch and layer, in training. From the four
@@ -61,7 +61,7 @@ class TrainingWorkload:
     global_batch_size: int
     """Samples of a step."""
     precision: str = "bf16"
-    """One of PRECISIONS; bf16 stands for GEMMs in the compute type, whatever it is."""
+    """One of PRECISIONS. bf16 stands for GEMMs in the compute type, whatever it is."""
     dtype: str = "bfloat16"
     """The compute type: of activations, of communicated values, and of GEMMs that are not in a lower precision."""
     capacity_factor: float = 0.0

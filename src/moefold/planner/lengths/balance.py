@@ -86,7 +86,7 @@ class DocumentLoads:
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
         rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
-        # A step of ring attention computes the two chunks of a rank at once; planned attention joins only chunks in the
+        # A step of ring attention computes the two chunks of a rank at once. Planned attention joins only chunks in the
         # middle of a sample.
         num_joined = 2 if peers.cp > 1 else 1
         is_chunked = not planned and not self.strategy.shards_heads

@@ -81,7 +81,7 @@ class RecordedSamples:
 
 
 DocumentSamples = StreamedSamples | RecordedSamples
-"""A source of samples; only the lengths of the documents count."""
+"""A source of samples. Only the lengths of the documents count."""
 
 
 def effective_length(samples: list[SampleLengths]) -> float:

@@ -1,7 +1,7 @@
 """Legality of mappings, by the runtime's own rules, each cached by the axes that it reads.
 
 No rule is defined here. A rule of `validate/config.py` that reads the mapping reads few of its axes, so a search over
-millions of mappings evaluates it some thousand times. `MAPPING_RULES` lists those axes; a test runs every rule on a
+millions of mappings evaluates it some thousand times. `MAPPING_RULES` lists those axes. A test runs every rule on a
 config that records its reads, and compares. `Restriction` fixes axes, or selects one of the five methods of
 arXiv:2504.14960.
 """
@@ -165,7 +165,7 @@ class MappingConstraints:
         self._cache: dict[tuple[Any, ...], bool] = {}
 
     def config_with(self, values: AxisValues) -> Config:
-        """Return the recipe with another mapping; axes that are left out stay unchanged."""
+        """Return the recipe with another mapping. Axes that are left out stay unchanged."""
         changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
         for axis, value in values.items():
             section, key = AXIS_KEYS[axis]

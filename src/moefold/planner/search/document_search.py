@@ -22,7 +22,7 @@ class DocumentSearch:
     """Search that chooses context, placement and the ranks that compute attention for each fold.
 
     Args:
-        searches: the search under each strategy, the recipe's own first; strategies that the runtime refuses are left
+        searches: the search under each strategy, the recipe's own first. Strategies that the runtime refuses are left
             out.
     """
 

@@ -1,10 +1,11 @@
 """Space of all legal mappings of a recipe over a number of ranks, level by level.
 
 A mapping is a fold (tp cp pp ep etp; dp and edp follow), a micro-batch size, a schedule with its virtual stages, a
-dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to
-recompute or offload. The runtime's rules on each level read that level and those above it, so the legal mappings are
-the sum over folds and micro-batch sizes of products of short lists. Counting and search use this structure. Where no
-mapping is legal, `explain_illegal` and its helpers name the runtime's error for the nearest legal mapping.
+dispatcher and overlap of the expert all-to-all. It also has a ZeRO stage, the placement of the optimizer's moments, and
+the parts to recompute or offload. The runtime's rules on each level read that level and those above it, so the legal
+mappings are the sum over folds and micro-batch sizes of products of short lists. Counting and search use this
+structure. Where no mapping is legal, `explain_illegal` and its helpers name the runtime's error for the nearest legal
+mapping.
 """
 
 from collections import Counter

@@ -28,7 +28,7 @@ from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import schedule_rows
 
 Segments = tuple[CostItem, ...]
-"""A chain of timed operations; collectives run on the stream of communication."""
+"""A chain of timed operations. Collectives run on the stream of communication."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

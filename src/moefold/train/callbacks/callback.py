@@ -126,7 +126,7 @@ class Callback:
     """Base class of callbacks. Each hook does nothing unless it is overridden.
 
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
-    belongs in the callback; checkpoints contain it if the callback overrides `state_dict` and `load_state_dict`. With
+    belongs in the callback. Checkpoints contain it if the callback overrides `state_dict` and `load_state_dict`. With
     several GPU ranks a callback must be picklable. An exception ends the run.
     """
 
@@ -142,7 +142,7 @@ class Callback:
 
     @property
     def has_metrics(self) -> bool:
-        """True if the callback declares metrics or measures; measured metrics must be declared."""
+        """True if the callback declares metrics or measures. Measured metrics must be declared."""
         return bool(self.metrics) or type(self).measure is not Callback.measure
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Callback:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Run after a step and its due evaluation, log line and save; callbacks with state run before the save."""
+        """Run after a step and its due evaluation, log line and save. Callbacks with state run before the save."""
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""

@@ -218,7 +218,7 @@ class Checkpointing(StageCallback):
     def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Wait for a save under way, with a limit.
 
-        The last checkpoint may be almost written; a save that waits for a lost rank never finishes.
+        The last checkpoint may be almost written. A save that waits for a lost rank never finishes.
         """
         self.saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
 

@@ -140,7 +140,7 @@ class KLReference:
         self._plateau = Plateau.from_json(state_dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights of the model after a reset; before, they can be loaded again."""
+        """Return the weights of the model after a reset. Before, they can be loaded again."""
         return self._model.entries() if self._model is not None and self._plateau.num_resets else {}
 
     def load_tensors(self, path: Path | None, *, is_of_rl: bool) -> None:
@@ -158,7 +158,7 @@ class KLReference:
             self._model.is_reset = True
             return
         if self._model.is_reset:
-            # A rollback to a checkpoint before the reset; random weights are drawn again.
+            # A rollback to a checkpoint before the reset. Random weights are drawn again.
             self._model = self._build()
         if path is not None and not is_of_rl and self._rl.reference == "start":
             raise ConfigError(

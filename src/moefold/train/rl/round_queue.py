@@ -29,7 +29,7 @@ from moefold.train.rl.rollout_source import RolloutSource
 class RoundQueue:
     """Orders rounds of a source as far ahead as `rl.staleness` allows, and keeps those that wait in a `RolloutTable`.
 
-    All ranks call its methods at the same steps; those that receive rounds are collective.
+    All ranks call its methods at the same steps. Those that receive rounds are collective.
     """
 
     def __init__(self, run: RunConfig, train: TrainConfig, rl: RLConfig, source: RolloutSource) -> None:

@@ -92,7 +92,7 @@ def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) 
 
     Args:
         gathered: choices of each member, int16 [members, tokens, K]. The K experts of a token differ.
-        weights: weight of each member; choices of members of weight 0 are not read.
+        weights: weight of each member. Choices of members of weight 0 are not read.
 
     Returns:
         Number of equal choices, and number of all compared choices, over the other members.

@@ -24,7 +24,7 @@ def outer_of(context: TrainingContext) -> OuterOptimizer:
 
 
 class SiteStateTransfer:
-    """Sends and receives the state of a site over its links; the meeting point says which sites."""
+    """Sends and receives the state of a site over its links. The meeting point says which sites."""
 
     def __init__(self, calendar: RoundCalendar, links: SiteLinks) -> None:
         self._calendar = calendar

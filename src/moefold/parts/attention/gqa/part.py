@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GqaPart(SoftmaxAttentionPart):
-    """Attend with heads projected from the layer's input; groups of query heads share keys and values."""
+    """Attend with heads projected from the layer's input. Groups of query heads share keys and values."""
 
     has_adapters: ClassVar[bool] = True
     has_temperature: ClassVar[bool] = True

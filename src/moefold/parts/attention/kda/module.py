@@ -30,7 +30,7 @@ class KimiDeltaAttention(DeltaAttention):
         self.dt_bias = nn.Parameter(torch.empty(channels))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate, a and b; the ranks of tp compute low ranks of their own tokens, and gather them."""
+        """Return q, k, v, the gate, a and b. The ranks of tp compute low ranks of their own tokens, and gather them."""
         if self.wa is not None and self.wg is not None:
             return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
         q, k, v, b = self.column_linear(x, self.wq, self.wk, self.wv, self.wb, num_unquantized=1)

@@ -283,12 +283,12 @@ class LatentAttention(SelfAttention):
         return y if self.lora is None else self.lora.add(y, x, name)
 
     def _backend(self, name: str) -> LinearBackend | None:
-        """Return the GEMMs of a matrix; gates of whole heads have too few rows to be quantised."""
+        """Return the GEMMs of a matrix. Gates of whole heads have too few rows to be quantised."""
         backend = self.kernels.linear_backend
         is_exact = name == "wg" and self.gates_whole_heads
         return None if is_exact and not isinstance(backend, UnquantizedLinear) else backend
 
     def _pad_head_dim(self, x: Tensor) -> Tensor:
-        """Pad the head dim with zeros, which add nothing to scores; padded columns of the output are dropped."""
+        """Pad the head dim with zeros, which add nothing to scores. Padded columns of the output are dropped."""
         missing = self._padded_head_dim - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x

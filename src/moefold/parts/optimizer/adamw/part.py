@@ -44,9 +44,9 @@ class AdamW(OptimizerPart):
     eps: Annotated[float, POSITIVE] = 1e-8
     """Number that is added to the root of the second moment."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have no decay."""
+    """Decoupled weight decay of matrices. Norms and biases have no decay."""
     moment_dtype: Annotated[Literal["float32", "bfloat16"], VerifyAs.FORMAT] = "float32"
-    """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
+    """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"). Updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
     its 8 bits."""
 
