@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LASTING_RANKS = pytest.StashKey["LastingRanks"]()
 FROZEN_MODULES = pytest.StashKey[int]()
+MAX_ROW_NAME = 60
+"""Characters of one parameter in the name of a test."""
 MANY_MODULES = 50
 """So many new modules are worth a garbage collection, after which they are frozen."""
 
@@ -80,6 +82,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = dict(zip(computing, range(len(computing)), strict=True))
     place |= {path: between * number - 0.5 for number, path in enumerate(waiting, 1)}
     items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a row by its dicts, sequences and dtypes, as `tp2-ep2` where pytest would say `mapping0`."""
+    if not isinstance(val, dict | list | tuple | torch.dtype):
+        return None
+    return _row_name(val).encode("unicode_escape").decode("ascii")[:MAX_ROW_NAME] or None
+
+
+def _row_name(value: object) -> str:
+    """Return the words of a value in the name of a row; empty if a part of it has none."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, dict | list | tuple) and not value:
+        return "none"
+    if isinstance(value, dict):
+        words = [f"{key}{_row_name(part)}" for key, part in value.items() if _row_name(part)]
+    elif isinstance(value, list | tuple):
+        words = [_row_name(part) for part in value]
+    else:
+        return str(value) if isinstance(value, str | int | float | None) else getattr(value, "__name__", "")
+    return "-".join(words) if all(words) and len(words) == len(value) else ""
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def _expected_terms(cfg: Config) -> dict[str, float]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"pp": 2}, {"cp": 2}, *slow([({"tp": 2},)])], ids=str)
+@pytest.mark.parametrize("mapping", [{"pp": 2}, {"cp": 2}, *slow([({"tp": 2},)])])
 def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: dict[str, int]) -> None:
     """Compare the loss terms of two steps, and the weights after them."""
     one = tiny()

@@ -36,7 +36,7 @@ def _fingerprints(sizes: dict[str, object]) -> dict[str, tuple[tuple[int, ...], 
     return seen
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS)
 def test_each_group_reduces_exactly_its_ranks(pool, sizes):
     layout = fold(**sizes)
     axes = {

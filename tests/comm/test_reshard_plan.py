@@ -65,7 +65,7 @@ def test_a_box_selects_itself_within_a_larger_one():
     assert Box((3, 4), (2, 1)).index_in(Box((2, 0), (4, 8))) == (slice(1, 3), slice(4, 5))
 
 
-@pytest.mark.parametrize("mapping", TRAINED, ids=str)
+@pytest.mark.parametrize("mapping", TRAINED)
 def test_the_boxes_of_all_ranks_are_a_partition_with_replicas(mapping):
     sharding = _sharding(mapping)
     held = [sharding.boxes(rank) for rank in range(WORLD_SIZE)]

@@ -393,7 +393,6 @@ def test_pairs_hold_more_micro_batches():
         {"ep": 2, "dispatcher": "allgather"},
         {"zero": 3, "ep": 2},
     ],
-    ids=lambda parallel: "-".join(f"{key}{value}" for key, value in parallel.items()),
 )
 def test_every_axis_and_zero_level(pool, parallel):
     settings = {

@@ -48,7 +48,6 @@ def expected(family: str, ids: np.ndarray) -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize(
     "mapping",
     few_else_slow(MAPPINGS, [MAPPINGS[1], *MAPPINGS[3:6]]),
-    ids=lambda mapping: "-".join(f"{k}{v}" for k, v in mapping.items()),
 )
 def test_loss_and_logits_equal_transformers(pool, mixtral, tmp_path, mapping):
     ids, file = row_of_ids(7 * S + 5), tmp_path / "logits.npy"

@@ -145,7 +145,7 @@ def _their_tensor(name: str, weights: dict[str, Tensor]) -> Tensor:
     return torch.stack(pair, -1).flatten(-2)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_logits_and_gradients_equal_transformers(sizes):
     model = _model(sizes)
     ours = _ours(model)

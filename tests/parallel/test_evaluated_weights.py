@@ -40,7 +40,6 @@ def _losses(cfg: Config, evaluates_first: bool):
         {"world_size": 4, "pp": 2, "zero": 2},
         *slow([({"zero": 0},)]),
     ],
-    ids=str,
 )
 def test_a_change_after_an_evaluation_is_seen(pool, mapping):
     cfg = tiny(**{"world_size": 2} | mapping)

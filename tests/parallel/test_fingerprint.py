@@ -44,7 +44,7 @@ def _fingerprints(cfg: Config) -> dict[str, set[float]]:
     return {name: set(full_tensor(p.grad).unique().tolist()) for name, p in model.named_parameters.items()}
 
 
-@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, MAPPINGS[:1]), ids=str)
+@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, MAPPINGS[:1]))
 def test_each_gradient_is_reduced_over_exactly_its_ranks(pool, mapping):
     cfg = tiny(
         model={"ffn.moe.shared.intermediate_size": 16, "attention.qk_norm": {}},

@@ -47,7 +47,6 @@ def _in_bfloat16(cfg: Config) -> Config:
         {"zero": 3},
         *slow([({"zero": 1},), ({"zero": 0},), ({"zero": 2, "ep": 2, "overlap_experts": True},), ({"cp": 2},)]),
     ],
-    ids=str,
 )
 def test_several_ranks_read_the_weights_in_exponents_as_one_does(fresh_pool, mapping):
     one, several = (
@@ -83,7 +82,6 @@ def _modules_that_return_views(cfg: Config) -> set[str]:
 @pytest.mark.parametrize(
     "mapping",
     [{"world_size": 2}, *slow([({"world_size": 4, "tp": 2},), ({"world_size": 4, "tp": 2, "overlap_tp": True},)])],
-    ids=str,
 )
 def test_no_module_of_fsdp_returns_a_view(pool, mapping):
     cfg = _in_bfloat16(tiny(model=HYBRID, zero=3, **mapping))

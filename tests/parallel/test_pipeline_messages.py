@@ -142,7 +142,7 @@ def expected_counts(plan: RankPlan, num_stages: int) -> list[int]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("counts", [COUNTS[:2], *slow([(COUNTS,)])], ids=str)
+@pytest.mark.parametrize("counts", [COUNTS[:2], *slow([(COUNTS,)])])
 @pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
 def test_live_messages_equal_the_plan(pool, schedule, chunks, counts):
     spec = schedule_named(schedule)

@@ -93,7 +93,7 @@ def single(pool, tmp_path_factory):
 
 @pytest.mark.parity
 @pytest.mark.slow
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
     pool.run(mapping["world_size"], _train, _recipe(tmp_path, **mapping), STEPS)
     assert sorted(_files(tmp_path)) == ["step-000001.npy", "step-000002.npy", "trace.json"]
@@ -142,7 +142,7 @@ def oracles(scrambled) -> tuple[OracleRecord, OracleRecord]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow([{"world_size": 1}, *MAPPINGS], [MAPPINGS[2]]), ids=str)
+@pytest.mark.parametrize("mapping", few_else_slow([{"world_size": 1}, *MAPPINGS], [MAPPINGS[2]]))
 def test_replay_under_every_mapping_equals_the_oracle(pool, scrambled, oracles, tmp_path, mapping):
     cfg = _recipe(tmp_path, replay=str(scrambled), **mapping)
     ranks = pool.run(cfg.parallel.world_size, run_distributed, cfg, STEPS)
@@ -161,7 +161,6 @@ PLACED = {"context": "planned", "placement": "balanced"}
         PLACED | {"world_size": 2, "ep": 2},
         *slow((PLACED | {"world_size": 4, **axes},) for axes in ({"tp": 2, "ep": 2}, {"cp": 2, "ep": 4}, {"pp": 2})),
     ],
-    ids=str,
 )
 def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, single, tmp_path, mapping):
     pool.run(mapping["world_size"], _train, _recipe(tmp_path / "traced", "documents", **mapping), STEPS)

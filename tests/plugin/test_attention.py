@@ -61,7 +61,6 @@ def test_keys_of_built_in_attention_in_its_table_are_refused(key):
             ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"},),
         ]
     ),
-    ids=str,
 )
 def test_the_oracle_of_the_built_in_one_judges_its_runs(pool: WorkerPool, mapping: dict[str, object]) -> None:
     records = pool.run(int(mapping.get("world_size", 1)), run_distributed, mapped(recipe(*GATED), mapping), 2)
@@ -70,7 +69,8 @@ def test_the_oracle_of_the_built_in_one_judges_its_runs(pool: WorkerPool, mappin
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "mapping", [{"world_size": 2, "tp": 2}, *slow([({},), ({"world_size": 2, "pp": 2},)])], ids=str
+    "mapping",
+    [{"world_size": 2, "tp": 2}, *slow([({},), ({"world_size": 2, "pp": 2},)])],
 )
 def test_its_cache_gives_the_tokens_of_the_whole_text(pool: WorkerPool, tmp_path: Path, mapping) -> None:
     path = tmp_path / "run"
@@ -82,7 +82,8 @@ def test_its_cache_gives_the_tokens_of_the_whole_text(pool: WorkerPool, tmp_path
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "mapping", [{}, *slow([({"world_size": 2, "tp": 2},), ({"world_size": 2, "pp": 2},)])], ids=str
+    "mapping",
+    [{}, *slow([({"world_size": 2, "tp": 2},), ({"world_size": 2, "pp": 2},)])],
 )
 @pytest.mark.parametrize("recompute", [(), *slow([(("norms",),), (("layer",),)])], ids=str)
 def test_its_saved_bytes_are_measured(pool: WorkerPool, mapping, recompute) -> None:

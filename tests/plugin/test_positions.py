@@ -100,7 +100,6 @@ def test_another_number_of_first_values_is_refused(word, tmp_path):
             ]
         ),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize(
     "words",

@@ -17,7 +17,7 @@ ORDERS = ["-".join(axes) for axes in permutations(("dp", "cp", "tp"))]
 MOE_ORDERS = ["-".join(axes) for axes in permutations(("edp", "ep", "etp"))]
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("separates", [False, True])
 def test_communicators_created_at_once_partition_the_world(sizes, separates):
     """The condition for NCCL to split them from the communicator of the world."""

@@ -217,7 +217,6 @@ def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
             )
         ),
     ],
-    ids=str,
 )
 def test_the_reference_is_the_same_under_every_mapping(pool, folder: Path, mapping):
     settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.attention.num_kv_heads=2")

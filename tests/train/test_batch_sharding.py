@@ -46,7 +46,8 @@ def _evaluation(cfg: Config, num_samples: int) -> tuple[int, list[Batch]]:
 
 
 @pytest.mark.parametrize(
-    "mapping", [{"world_size": 2}, {"world_size": 4, "cp": 2}, {"world_size": 4, "tp": 2}], ids=str
+    "mapping",
+    [{"world_size": 2}, {"world_size": 4, "cp": 2}, {"world_size": 4, "tp": 2}],
 )
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_ranks_read_the_parts_of_one_batch(pool, mapping, micro_batch_size):

@@ -22,7 +22,6 @@ TWO_UPDATES = {"updates": 2, "objective": make_part("objective", "clip", clip_lo
         pytest.param({"world_size": 4, "cp": 2, "ep": 2, "zero": 3}, marks=pytest.mark.slow),
         pytest.param({"world_size": 2, "etp": 2}, marks=pytest.mark.slow),
     ],
-    ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
 def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path, mapping):
     """In float64 they equal the sampler's, also for the second update. Newer weights would give other ones."""

@@ -104,7 +104,6 @@ def test_rewards_rise(pool, tmp_path):
             )
         ),
     ],
-    ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
 def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
     cfg = recipe(tmp_path, 2)

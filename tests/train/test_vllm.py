@@ -59,7 +59,6 @@ def by_vllm(cfg: Config, server: StandIn, **rollout) -> Config:
         pytest.param({"world_size": 4, "pp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"world_size": 4, "cp": 2, "ep": 4}, marks=pytest.mark.slow),
     ],
-    ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
 def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served, mapping):
     """In float64 its log-probabilities equal the trainer's, also for rollouts after an optimizer step."""

@@ -137,7 +137,6 @@ def _loss_of_known_bounds(cfg: Config) -> float:
         {"world_size": 2, "ep": 2, "overlap_experts": True},
         {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
     ],
-    ids=str,
 )
 def test_each_micro_batch_knows_its_bounds(pool, mapping):
     settings = {

@@ -53,7 +53,6 @@ def _mapping(cfg: Config, num_steps: int, cache: str) -> DistributedRecord:
         {"world_size": 2, "cp": 2, "ep": 2},
         *slow([({"world_size": 2},), ({"world_size": 2, "tp": 2},), ({"world_size": 4, "cp": 2},)]),
     ],
-    ids=str,
 )
 def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

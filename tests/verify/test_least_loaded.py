@@ -56,7 +56,6 @@ def _assert_moves_and_equals_oracle(pool, cfg: Config) -> None:
             ]
         ),
     ],
-    ids=str,
 )
 def test_lent_experts_of_a_skewed_router_equal_the_oracle(pool, mapping):
     _assert_moves_and_equals_oracle(pool, _skewed(**mapping))

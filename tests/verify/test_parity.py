@@ -105,7 +105,6 @@ def test_full_sequence_drops_are_the_same_under_every_mapping(pool):
             for axes in ({"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "etp": 2})
         ),
     ],
-    ids=str,
 )
 def test_float32_agrees_on_the_first_step(pool, mapping):
     cfg = tiny(**mapping)
@@ -155,7 +154,6 @@ def test_the_papers_accuracy_run_in_miniature(pool):
             )
         ),
     ],
-    ids=str,
 )
 def test_bfloat16_follows_the_oracle(pool, mapping):
     cfg = tiny(train={"seq_len": 32, "global_batch_size": 8}, **mapping)

@@ -38,7 +38,6 @@ def _recipe(kind: str, mapping: dict[str, object]) -> Config:
 @pytest.mark.parametrize(
     "mapping",
     [MAPPINGS[0], *slow((mapping,) for mapping in MAPPINGS[1:])],
-    ids=str,
 )
 def test_every_kind_of_routing(pool, mapping):
     stages = int(mapping.get("pp", 1)) * int(mapping.get("virtual_stages", 1))
@@ -73,7 +72,7 @@ def test_recomputed_routing_equals_the_oracle(pool, kinds, mapping, part):
     assert_all_equal_oracle(pool, {kind: _recomputing(_recipe(kind, mapping), part) for kind in kinds})
 
 
-@pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)
+@pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])])
 def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
     """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
@@ -118,7 +117,6 @@ def _aux_and_norm(pool, cfg: Config) -> tuple[float, float]:
         [{"world_size": 4, "tp": 2, "ep": 4}],
         *slow([([{"world_size": 4, "cp": 2, "etp": 2}, {"world_size": 4, "pp": 2}],)]),
     ],
-    ids=str,
 )
 def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool, mappings):
     """dp says which micro-batches go through together, so how much of the batch the first of them know."""
@@ -140,7 +138,6 @@ def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool, mappings
         [(4, {}), (8, {"world_size": 2, "cp": 2})],
         *slow([([(1, {"world_size": 4, "tp": 2, "ep": 4}), (2, {"world_size": 4, "pp": 2, "etp": 2})],)]),
     ],
-    ids=str,
 )
 def test_the_last_loss_depends_on_no_axis_and_no_micro_batch_size(pool, cuts):
     def steps(size: int, **mapping: int) -> list[tuple[float, float]]:

@@ -91,7 +91,7 @@ def _check(pool: WorkerPool, device: str, dtype: str, mapping: dict) -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [*FAST, *slow([(mapping,) for mapping in WIDE])], ids=str)
+@pytest.mark.parametrize("mapping", [*FAST, *slow([(mapping,) for mapping in WIDE])])
 def test_staged_ranks_equal_one_rank(staged_pool, mapping):
     _check(staged_pool, "cpu", "float64", mapping)
 

@@ -70,7 +70,6 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
             {"world_size": 4, "pp": 2, "zero": 1, "virtual_stages": 2, "schedule": "zbv"}, marks=pytest.mark.slow
         ),
     ],
-    ids=str,
 )
 def test_sampling_between_steps_changes_no_bit_of_training(pool, mapping):
     model = {"mtp_layers": 1} if mapping == {"zero": 3} else {"tie_embeddings": True}

@@ -87,7 +87,7 @@ def _reference_clamped(x, *rest):
     return _reference(x, ExpertWeights(*rest[:-1]), rest[-1], CLAMPED, COLUMNS)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("experts", [_looped_clamped, _reference_clamped])
 def test_clamped_experts_with_biases_equal_the_definition(experts, counts):
     tensors = _with_biases(sum(counts), torch.float64)
@@ -96,7 +96,7 @@ def test_clamped_experts_with_biases_equal_the_definition(experts, counts):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+@pytest.mark.parametrize("counts", COUNTS[:3])
 def test_grouped_clamped_experts_equal_the_loop(counts):
     tensors = _with_biases(sum(counts), torch.float32)
     looped = _with_gradients(_looped_clamped, tensors, counts)
@@ -122,7 +122,7 @@ def _with_gradients(function, tensors, counts):
     return [y, *torch.autograd.grad(y, tensors, grad)]
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("experts", [looped_swiglu, reference_swiglu])
 def test_experts_equal_the_definition(experts, counts):
     tensors = _tensors(sum(counts), torch.float64)
@@ -141,7 +141,7 @@ def _weighed_outside(apply, extra):
     return lambda weights, x, *rest: apply(x, ExpertWeights(*rest[:-1]), rest[-1], *extra) * weights.unsqueeze(1)
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("experts", [_looped, _reference])
 def test_weights_inside_the_experts_equal_weights_on_their_results(experts, counts, has_bias):
@@ -155,7 +155,7 @@ def test_weights_inside_the_experts_equal_weights_on_their_results(experts, coun
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+@pytest.mark.parametrize("counts", COUNTS[:3])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
     extra = (CLAMPED, COLUMNS) if has_bias else ()
@@ -167,7 +167,7 @@ def test_the_grouped_kernel_weighs_inside_as_the_loop_does(counts, has_bias):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]])
 def test_padded_products_with_weights_in_bfloat16(counts):
     tensors = [torch.rand(sum(counts)).requires_grad_(), *_tensors(sum(counts), torch.bfloat16, 32, 48, scale=0.3)]
     exact = [t.detach().double().requires_grad_() for t in tensors]
@@ -177,7 +177,7 @@ def test_padded_products_with_weights_in_bfloat16(counts):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [40, 17, 1, 130]])
 def test_padded_products_equal_the_definition(dtype, tolerance, counts):
     tensors = _tensors(sum(counts), dtype, hidden=32, ffn=48, scale=0.3)
     actual = _with_gradients(looped_swiglu, tensors, counts)
@@ -187,7 +187,7 @@ def test_padded_products_equal_the_definition(dtype, tolerance, counts):
         assert (a.double() - e).norm() <= tolerance * e.norm()
 
 
-@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+@pytest.mark.parametrize("counts", COUNTS[:3])
 def test_grouped_kernel_equals_the_loop(counts):
     tensors = _tensors(sum(counts), torch.float32)
     looped = _with_gradients(looped_swiglu, tensors, counts)
@@ -210,7 +210,7 @@ def _counts(offs):
     return offs.diff(prepend=offs.new_zeros(1)).tolist()
 
 
-@pytest.mark.parametrize("counts", COUNTS[:2], ids=str)
+@pytest.mark.parametrize("counts", COUNTS[:2])
 def test_gradients_that_grouped_mm_leaves_unwritten_are_zeroed(counts):
     tensors = _tensors(sum(counts), torch.float32)
     found = {}
@@ -236,7 +236,7 @@ def test_only_devices_that_leave_gradients_unwritten_zero_them(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 7], [40, 17, 1, 130]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 7], [40, 17, 1, 130]])
 def test_grouped_kernel_equals_the_loop_on_cuda(counts):
     tensors = [t.detach().cuda().requires_grad_() for t in _tensors(sum(counts), torch.bfloat16, 64, 32, scale=0.3)]
     looped = _with_gradients(looped_swiglu, tensors, counts)

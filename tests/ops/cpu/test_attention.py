@@ -106,7 +106,7 @@ SHAPES = [
 
 
 @in_each_type
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_it_equals_the_definition(kernel, shape, dtype):
     q, k, v, grad = _heads(*shape, dtype=dtype)
     _assert_equal(_passes(kernel, q, k, v, grad), q, k, v, grad)

@@ -90,7 +90,6 @@ def _state(shape: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(
     "shape",
     [*SHAPES.values(), *(pytest.param(shape, marks=pytest.mark.slow) for shape in MORE_SHAPES.values())],
-    ids=str,
 )
 def test_chunks_equal_the_recurrence(kernel, kind, shape):
     inputs = _inputs(kind, shape)

@@ -79,7 +79,7 @@ SHAPES = [(1, 1), (3, 2), (2, 7), (5, 31), (4, 32), (3, 2, 33), (65, 24), (63, 1
 
 
 @in_each_type
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_it_equals_the_definition(kernel, shape, dtype):
     given = _given(*shape, dtype=dtype)
     _assert_equal(_passes(kernel, *given), *given)
@@ -147,7 +147,7 @@ def test_norm_of_rows_of_any_strides_equals_float64(kernel, dtype):
 
 
 @in_each_type
-@pytest.mark.parametrize("shape", [(3000, 24), (40, 2000)], ids=str)
+@pytest.mark.parametrize("shape", [(3000, 24), (40, 2000)])
 def test_threads_change_no_bit(kernel, shape, dtype):
     given = _given(*shape, dtype=dtype)
     same_bits_on_threads(lambda: _passes(kernel, *given), (1, 2, 3, 2, 3))

@@ -56,7 +56,7 @@ SHAPES = [(1, 1, 1, 1, 8), (65, 2, 4, 2, 24), (130, 3, 6, 1, 33), (200, 2, 2, 2,
 
 @in_each_type
 @pytest.mark.parametrize("limits", ["causal", "window", "sinks", "window and sinks"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_token_has_the_bits_of_training(kernels, shape, limits, dtype):
     attention, paged = kernels
     cache = _Cache(shape, dtype)

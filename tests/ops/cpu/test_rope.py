@@ -62,7 +62,7 @@ SHAPES = [
 
 
 @in_each_type
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_by_sample", [False, True])
 def test_it_equals_the_definition_and_rounds_once(kernel, shape, is_by_sample, dtype):
     given = _given(*shape, shape[1] if is_by_sample else 1, dtype)

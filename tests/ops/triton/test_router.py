@@ -52,7 +52,7 @@ def _model(sizes):
     return edit_model(tiny().model, sizes)
 
 
-@pytest.mark.parametrize("sizes", MODELS, ids=str)
+@pytest.mark.parametrize("sizes", MODELS)
 @pytest.mark.parametrize("num_tokens", [6, 1, 0])
 def test_the_fused_router_equals_float64(sizes, num_tokens):
     model = _model(sizes)

@@ -260,7 +260,7 @@ def _single(**mapping):
 
 @ON_CPU
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 def test_kernels_on_and_off_give_the_same_losses(pool, mapping):
     cfg = _single(**mapping)
     runs = []

@@ -45,7 +45,7 @@ def _assert_equal(ranks: list[dict[str, tuple[dict[str, Tensor], dict[str, Tenso
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])], ids=str)
+@pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])])
 def test_it_equals_the_all_to_all(pool, sizes):
     """Also if the routing probabilities are applied inside the experts."""
     _assert_equal(pool.run(sizes["world_size"], _both, sizes, CASES, False))

@@ -44,7 +44,7 @@ def _both_in(
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]), ids=str)
+@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]))
 def test_it_equals_the_all_to_all(pool, sizes):
     _assert_equals_the_all_to_all(pool, sizes, CASES)
 

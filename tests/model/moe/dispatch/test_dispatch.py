@@ -200,7 +200,7 @@ def _assert_equal(ranks: Sequence[dict[str, Any]], layout: Layout, reference: di
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", FEW_LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", FEW_LAYOUTS)
 def test_every_dispatcher_equals_the_reference(pool, sizes):
     layout = fold(**sizes)
     ranks = pool.run(layout.world_size, _run_cases, sizes)
@@ -273,7 +273,7 @@ def _travel_ids(owner: Tensor, index: Tensor, kind: str) -> Tensor:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[5], LAYOUTS[7]]), ids=str)
+@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[5], LAYOUTS[7]]))
 def test_each_token_returns_to_its_owner(pool, sizes):
     for rank, journeys in enumerate(pool.run(sizes["world_size"], _travel_all, sizes)):
         for name, (served_right, came_home) in journeys.items():

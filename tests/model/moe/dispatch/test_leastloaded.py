@@ -180,7 +180,7 @@ def run_cases(pool):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [*LAYOUTS[:2], *LAYOUTS[3:]]), ids=str)
+@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [*LAYOUTS[:2], *LAYOUTS[3:]]))
 def test_equal_to_one_rank_and_to_the_all_to_all(run_cases, sizes):
     layout = fold(**sizes)
     ranks = run_cases(sizes)
@@ -259,7 +259,7 @@ def _travel_in(sizes: dict[str, Any], names: tuple[str, ...]) -> dict[str, tuple
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]), ids=str)
+@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]))
 def test_each_token_meets_its_experts_and_returns_to_its_owner(pool, sizes):
     """In the cases with one expert for a token, and with two."""
     expected = {"80 %": (True, True, True), "top 2": (True, True, True)}

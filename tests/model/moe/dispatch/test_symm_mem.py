@@ -47,7 +47,7 @@ def _both(
 @pytest.mark.parity
 @pytest.mark.parametrize("weighs_early", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])], ids=str)
+@pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])])
 def test_it_equals_the_all_to_all(pool, sizes, case, weighs_early):
     for found, expected, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early):
         for key, value in expected.items():

@@ -64,7 +64,6 @@ def _both(sizes: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], tuple[Any, 
         {"world_size": 4, "tp": 2, "ep": 2, "etp": 2},
         {"world_size": 4, "cp": 2, "ep": 2, "etp": 2, "moe_order": "pp-edp-etp-ep"},
     ],
-    ids=str,
 )
 def test_ranks_that_agree_get_the_result_of_the_dispatcher(pool, sizes):
     ranks = pool.run(sizes["world_size"], _both, sizes)
