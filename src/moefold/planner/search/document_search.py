@@ -31,7 +31,7 @@ class DocumentSearch:
         self.searches = searches
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
-        """See `Search.find`; a search looks only for mappings that may beat those of the searches before it."""
+        """See `Search.find`; a search looks only for mappings that may beat the best so far."""
         found: dict[ContextPart | None, list[list[PlannedMapping]]] = {}
         best: list[list[PlannedMapping]] = [[] for _ in targets]
         # Planned attention takes least, so that the other searches end early.
