@@ -6,17 +6,14 @@ peak, so all candidates are kept.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moefold.config.part import Part
 from moefold.config.pipeline_actions import SlotRow, split_pairs
-from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.message_plan import live_messages, plan_messages
@@ -25,8 +22,6 @@ from moefold.topology.schedules import schedule_named, schedule_row
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""
 
-SLOT_PLACES = {"F": 0, "B": 1, "I": 1, "W": 3}
-"""Column of `_slot_classes` for the chunk of each kind of action."""
 
 RunningChunks = tuple[int, int]
 """Indices of the distinct chunks that run forward and backward; -1: none."""
@@ -91,131 +86,6 @@ class StepSchedule:
         return schedule_row(self.schedule, rank, self.pp, self.vpp, self.num_micro_batches, overlap=self.overlap)
 
 
-class ChunkCounts:
-    """Activation counts of single chunks of a model, each computed once.
-
-    Args:
-        splits_backward: whether weight gradients may be delayed.
-        overlap: whether two micro-batches are computed at a time.
-        saves_outputs: see `StepSchedule.saves_outputs`.
-        finds_all: see `StepSnapshots`.
-    """
-
-    def __init__(
-        self, columns: MemoryColumns, *, splits_backward: bool, overlap: bool, saves_outputs: bool, finds_all: bool
-    ) -> None:
-        self.columns = columns
-        self.splits_backward = splits_backward
-        self._overlap = overlap
-        self._saves_outputs = saves_outputs
-        self._finds_all = finds_all
-
-    @memoised(all_arguments)
-    def running(self, forward: ModelChunk | None, backward: ModelChunk | None) -> Counts:
-        """Return the snapshots of concurrently running chunks, [snapshots, `MemoryColumns.size` + 2].
-
-        The last two columns are `MemorySnapshots.occurrence`.
-        """
-        if forward and backward:
-            return self._overlap_snapshots(forward, backward)
-        found: Iterable[Counts] = [np.zeros(self.columns.size)]
-        if forward:
-            found = self._forward_snapshots(forward)
-        elif backward:
-            found = self._backward_snapshots(backward)
-        run = np.array(list(found))
-        # With two micro-batches at a time, one is being offloaded and the other prefetched.
-        run[:, self.columns.end_column("in_transit")] += 2.0 if self._overlap else 1.0
-        return _with_occurrence(run, 1.0, 1.0)
-
-    @memoised(all_arguments)
-    def fullest_running(self, forward: ModelChunk | None, backward: ModelChunk | None) -> tuple[Counts, Counts]:
-        """Return the last of the `running` snapshots with most layers: its `layers_and_others`, and its counts."""
-        run = self.running(forward, backward)
-        sums = self.layers_and_others(run)
-        best = np.lexsort((sums[:, 1], sums[:, 0]))[-1]
-        return sums[best], run[best, : self.columns.size]
-
-    def layers_and_others(self, counts: Counts) -> Counts:
-        """Return the saved layers and the other activations of rows of counts, [rows, 2]."""
-        kinds = self.columns.num_kinds
-        return np.stack([counts[:, :kinds].sum(axis=1), counts[:, kinds : self.columns.size].sum(axis=1)], axis=1)
-
-    def _overlap_snapshots(self, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
-        if not self._finds_all:
-            before = self._saved(backward_chunk)
-            before[self.columns.end_column("in_transit")] += 2.0
-            return _with_occurrence(before[None], 1.0, 1.0)
-        plain, paused = (
-            overlap_snapshots(
-                OverlapSpec(self.columns, self.splits_backward, recomputes), forward_chunk, backward_chunk
-            )
-            for recomputes in (False, True)
-        )
-        return np.concatenate([_with_occurrence(plain, 1.0, 0.0), _with_occurrence(paused, 0.0, 1.0)])
-
-    def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
-        """Yield the end of the forward pass, and the last layer of each kind while it runs."""
-        whole = self._saved(chunk)
-        if chunk.has_loss:
-            whole[self.columns.end_column("logits")] += 1
-        yield whole
-        for i in _last_layer_of_each_kind(chunk.kinds):
-            now = self._saved_before(chunk, i + 1)
-            now[self.columns.layer_column("transient") + chunk.kinds[i]] += 1
-            yield now
-
-    def _backward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
-        """Yield the last layer of each kind while it runs, or the ends of runs of a kind if gradients are delayed."""
-        now = self._saved_before(chunk, 0)
-        yield now + (self.delayed_wgrad(chunk) if self.splits_backward else 0)
-        for i in _ends_of_runs(chunk.kinds) if self.splits_backward else _last_layer_of_each_kind(chunk.kinds):
-            now = self._saved_before(chunk, i + 1)
-            now[self.columns.layer_column("transient") + chunk.kinds[i]] += 1
-            now[self.columns.layer_column("recompute_peak") + chunk.kinds[i]] += 1
-            now[self.columns.layer_column("concurrent_wgrad") + chunk.kinds[i]] += self.splits_backward
-            yield now + (self.delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
-
-    def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
-        """Return the counts of the first `num_layers` layers of a running chunk, and of the first one's input."""
-        row = np.zeros(self.columns.size)
-        row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] += 1
-        for kind in chunk.kinds[:num_layers]:
-            row[self.columns.layer_column("saved") + kind] += 1
-        return row
-
-    def _saved(self, chunk: ModelChunk) -> Counts:
-        row = self._saved_before(chunk, len(chunk.kinds))
-        if chunk.has_loss:
-            row[self.columns.end_column("head")] += 1
-            row[self.columns.end_column("mtp")] += chunk.num_mtp_layers
-        return row
-
-    @memoised(all_arguments)
-    def in_flight(self, chunk: ModelChunk) -> Counts:
-        """Return the counts of a chunk between its passes.
-
-        A chunk keeps its input. Its output belongs to the next stage, except where the head reads it. Where layers save
-        their outputs, a chunk therefore keeps one hidden state less.
-        """
-        row = self._saved(chunk)
-        is_empty = not (chunk.has_embedding or chunk.kinds)
-        if self._saves_outputs and not chunk.has_loss and not is_empty:
-            row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] -= 1
-        return row
-
-    @memoised(all_arguments)
-    def delayed_wgrad(self, chunk: ModelChunk, first_layer: int = 0) -> Counts:
-        """Return the counts of the weight gradients of a chunk from one of its layers on, if they are delayed."""
-        row = np.zeros(self.columns.size)
-        for kind in chunk.kinds[first_layer:]:
-            row[self.columns.layer_column("delayed_wgrad") + kind] += 1
-        if chunk.has_loss:
-            row[self.columns.end_column("delayed_head")] += 1 + chunk.num_mtp_layers
-            row[self.columns.end_column("delayed_mtp")] += chunk.num_mtp_layers
-        return row
-
-
 class StepSnapshots:
     """Snapshots of the ranks of a pipeline in a step.
 
@@ -224,6 +94,7 @@ class StepSnapshots:
         stages_by_rank: stage indices of each pipeline rank.
         finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
         merges_equal_chunks: whether micro-batches are counted by distinct chunk, not by stage.
+        running_cache: snapshots of running chunks, shared by the schedules of a model; None: of this schedule only.
     """
 
     def __init__(
@@ -235,6 +106,7 @@ class StepSnapshots:
         *,
         finds_all: bool = True,
         merges_equal_chunks: bool = True,
+        running_cache: dict[tuple[Hashable, ...], Counts] | None = None,
     ) -> None:
         self.schedule_spec = schedule_spec
         self.chunks = chunks
@@ -247,15 +119,10 @@ class StepSnapshots:
         keys = chunks if merges_equal_chunks else range(len(chunks))
         self._chunk_class = [known.setdefault(key, len(known)) for key in keys]
         self._distinct_chunks = [chunks[self._chunk_class.index(i)] for i in range(len(known))]
-        self._counts = _chunk_counts(
-            columns,
-            splits_backward=self.splits_backward,
-            overlap=schedule_spec.overlap,
-            saves_outputs=schedule_spec.saves_outputs,
-            finds_all=finds_all,
-        )
-        self._in_flight_by_class = np.array([self._counts.in_flight(chunk) for chunk in self._distinct_chunks])
-        self._delayed_wgrad_by_class = np.array([self._counts.delayed_wgrad(chunk) for chunk in self._distinct_chunks])
+        self._in_flight_by_class = np.array([self._in_flight(chunk) for chunk in self._distinct_chunks])
+        self._delayed_wgrad_by_class = np.array([self._delayed_wgrad(chunk) for chunk in self._distinct_chunks])
+        self._finds_all = finds_all
+        self._running_cache = {} if running_cache is None else running_cache
 
     def candidates(self) -> MemorySnapshots:
         """Return all snapshots that may be the memory peak."""
@@ -280,10 +147,15 @@ class StepSnapshots:
         frequent = Counter(chain.from_iterable(kinds)).most_common(1)
         sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
         ranks = (0, sizes.index(max(sizes)), len(kinds) - 1)
-        fullest = {rank: self._fullest_snapshot(self.schedule_spec.row(rank)) for rank in set(ranks)}
-        found = [fullest[rank] for rank in ranks]
+        found: dict[int, Counts] = {}
+        for rank in set(ranks):
+            rows, _ = self._snapshots(self._slots(self.schedule_spec.row(rank)))
+            # The snapshots with most layers in flight; among equal ones, those with most other activations.
+            layers = rows[:, : self.columns.num_kinds].sum(axis=1)
+            others = rows[:, self.columns.num_kinds : self.columns.size].sum(axis=1)
+            found[rank] = rows[np.lexsort((others, layers))[-1], : self.columns.size]
         states = np.array([self._state_counts(rank) for rank in ranks])
-        return MemorySnapshots(states, np.array(found), np.ones((len(ranks), 2)))
+        return MemorySnapshots(states, np.array([found[rank] for rank in ranks]), np.ones((len(ranks), 2)))
 
     def by_rank(self, rows: Sequence[SlotRow]) -> tuple[RankSnapshots, ...]:
         """Return all snapshots of each pipeline rank, given its slots as the runtime executes them."""
@@ -292,52 +164,6 @@ class StepSnapshots:
             RankSnapshots(tuple(stages), counts[:, :size], counts[:, size:], in_flight)
             for stages, (counts, in_flight) in zip(self.stages_by_rank, self._ranks(rows), strict=True)
         )
-
-    def _fullest_snapshot(self, row: SlotRow) -> Counts:
-        """Return the counts of the snapshot with most layers in flight; among these, with most other activations.
-
-        Only the sums are computed for every slot. Of several such snapshots, it is the one that occurs last, where a
-        repeated one counts as its first occurrence.
-        """
-        at = _slot_classes(row, self._chunk_class, is_paired=self.schedule_spec.overlap)
-        forward, backward, delayed, finished = at.T
-        running = set(zip(forward.tolist(), backward.tolist(), strict=True))
-        runs = {which: self._counts.fullest_running(*self._chunks_of(which)) for which in running}
-        sizes, delays = self._sums_by_class
-        run_sums = np.zeros((len(sizes), len(sizes), 2))
-        for which, (run_sum, _) in runs.items():
-            run_sums[which] = run_sum
-        sums = _before(sizes[forward]) - np.cumsum(sizes[backward], axis=0) + run_sums[forward, backward]
-        if self.splits_backward:
-            sums += _before(delays[delayed] - delays[finished])
-        fullest = np.flatnonzero(sums[:, 0] == sums[:, 0].max())
-        fullest = fullest[sums[fullest, 1] == sums[fullest, 1].max()]
-        one_of_each = np.eye(len(sizes))[:, :-1]
-        in_flight = (_before(one_of_each[forward]) - np.cumsum(one_of_each[backward], axis=0))[fullest]
-        held = _before(one_of_each[delayed] - one_of_each[finished])[fullest]
-        states = np.hstack([in_flight, held, at[fullest, :2]])
-        known: dict[bytes, int] = {}
-        for i, state in enumerate(states):
-            known.setdefault(state.tobytes(), i)
-        last = list(known.values())[-1]
-        found: Counts = in_flight[last] @ self._in_flight_by_class + held[last] @ self._delayed_wgrad_by_class
-        return found + runs[tuple(at[fullest[last], :2].tolist())][1]
-
-    @cached_property
-    def _sums_by_class(self) -> tuple[Counts, Counts]:
-        """The layers and others of a chunk in flight, and of delayed weight gradients, [classes + 1, 2].
-
-        The last row, of no chunk, has zeros.
-        """
-        both = self._in_flight_by_class, self._delayed_wgrad_by_class
-        in_flight, delayed = (
-            np.append(self._counts.layers_and_others(counts), [[0.0, 0.0]], axis=0) for counts in both
-        )
-        return in_flight, delayed
-
-    def _chunks_of(self, running: RunningChunks) -> list[ModelChunk | None]:
-        """Return the chunks that run forward and backward."""
-        return [None if own < 0 else self._distinct_chunks[own] for own in running]
 
     def _state_counts(self, rank: int) -> Counts:
         return state_counts(self.chunks, self.stages_by_rank[rank], self.columns)
@@ -373,14 +199,14 @@ class StepSnapshots:
             np.array(in_flight) @ self._in_flight_by_class + np.array(delayed) @ self._delayed_wgrad_by_class
         )
         base[:, columns.end_column("hidden")] += list(states.values())
-        runs = [self._counts.running(*self._chunks_of(which)) for which in running]
+        known = {which: self._running_snapshots(which) for which in set(running)}
+        runs = [known[which] for which in running]
         num_rows = [len(run) for run in runs]
         found: Counts = np.repeat(base, num_rows, axis=0)
         found += np.concatenate(runs)
+        backward = np.array(running)[:, 1]
         unfinished = np.array(in_flight, dtype=float)
-        for counts, (_, backward) in zip(unfinished, running, strict=True):
-            if backward >= 0:
-                counts[backward] += 1
+        unfinished[np.arange(len(backward)), backward] += backward >= 0
         return found, np.repeat(unfinished, num_rows, axis=0)
 
     def _slot_states(
@@ -413,52 +239,102 @@ class StepSnapshots:
                 delayed[backward] += slot[-1].kind == "I"
         return found
 
+    def _running_snapshots(self, running: RunningChunks) -> Counts:
+        """Return the snapshots of concurrently running chunks, [snapshots, `MemoryColumns.size` + 2].
 
-@lru_cache(maxsize=64)
-def _chunk_counts(
-    columns: MemoryColumns, *, splits_backward: bool, overlap: bool, saves_outputs: bool, finds_all: bool
-) -> ChunkCounts:
-    return ChunkCounts(
-        columns,
-        splits_backward=splits_backward,
-        overlap=overlap,
-        saves_outputs=saves_outputs,
-        finds_all=finds_all,
-    )
+        The last two columns are `MemorySnapshots.occurrence`.
+        """
+        forward, backward = (None if own < 0 else self._distinct_chunks[own] for own in running)
+        key = (self.splits_backward, self.schedule_spec.overlap, self._finds_all, forward, backward)
+        if key not in self._running_cache:
+            if forward and backward:
+                self._running_cache[key] = self._overlap_snapshots(forward, backward)
+            else:
+                found: Iterable[Counts] = [np.zeros(self.columns.size)]
+                if forward:
+                    found = self._forward_snapshots(forward)
+                elif backward:
+                    found = self._backward_snapshots(backward)
+                run = np.array(list(found))
+                # With two micro-batches at a time, one is being offloaded and the other prefetched.
+                run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
+                self._running_cache[key] = _with_occurrence(run, 1.0, 1.0)
+        return self._running_cache[key]
 
+    def _overlap_snapshots(self, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
+        if not self._finds_all:
+            before = self._saved(backward_chunk)
+            before[self.columns.end_column("in_transit")] += 2.0
+            return _with_occurrence(before[None], 1.0, 1.0)
+        plain, paused = (
+            overlap_snapshots(
+                OverlapSpec(self.columns, self.splits_backward, recomputes), forward_chunk, backward_chunk
+            )
+            for recomputes in (False, True)
+        )
+        return np.concatenate([_with_occurrence(plain, 1.0, 0.0), _with_occurrence(paused, 0.0, 1.0)])
 
-def _slot_classes(row: SlotRow, chunk_class: Sequence[int], *, is_paired: bool) -> NDArray[np.intp]:
-    """Return the classes of the chunks of each slot; -1: none, [slots, 4].
+    def _forward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
+        """Yield the end of the forward pass, and the last layer of each kind while it runs."""
+        whole = self._saved(chunk)
+        if chunk.has_loss:
+            whole[self.columns.end_column("logits")] += 1
+        yield whole
+        for i in _last_layer_of_each_kind(chunk.kinds):
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.layer_column("transient") + chunk.kinds[i]] += 1
+            yield now
 
-    They run forward, run backward, delay their weight gradients, and compute delayed ones. Unless two micro-batches are
-    computed at a time, each action has its own slot.
-    """
-    found = []
-    for slot in row:
-        own = [-1, -1, -1, -1]
-        for action in slot:
-            own[SLOT_PLACES[action.kind]] = chunk_class[action.stage]
-            if action.kind == "I":
-                own[2] = own[1]
-            if not is_paired:
-                found.append(own)
-                own = [-1, -1, -1, -1]
-        if is_paired:
-            found.append(own)
-    return np.array(found)
+    def _backward_snapshots(self, chunk: ModelChunk) -> Iterator[Counts]:
+        """Yield the last layer of each kind while it runs, or the ends of runs of a kind if gradients are delayed."""
+        now = self._saved_before(chunk, 0)
+        yield now + (self._delayed_wgrad(chunk) if self.splits_backward else 0)
+        for i in _ends_of_runs(chunk.kinds) if self.splits_backward else _last_layer_of_each_kind(chunk.kinds):
+            now = self._saved_before(chunk, i + 1)
+            now[self.columns.layer_column("transient") + chunk.kinds[i]] += 1
+            now[self.columns.layer_column("recompute_peak") + chunk.kinds[i]] += 1
+            now[self.columns.layer_column("concurrent_wgrad") + chunk.kinds[i]] += self.splits_backward
+            yield now + (self._delayed_wgrad(chunk, i + 1) if self.splits_backward else 0)
 
+    def _saved_before(self, chunk: ModelChunk, num_layers: int) -> Counts:
+        """Return the counts of the first `num_layers` layers of a running chunk, and of the first one's input."""
+        row = np.zeros(self.columns.size)
+        row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] += 1
+        for kind in chunk.kinds[:num_layers]:
+            row[self.columns.layer_column("saved") + kind] += 1
+        return row
 
-def _before(steps: Counts) -> Counts:
-    """Return the sums of the rows before each row."""
-    found: Counts = np.cumsum(steps, axis=0) - steps
-    return found
+    def _saved(self, chunk: ModelChunk) -> Counts:
+        row = self._saved_before(chunk, len(chunk.kinds))
+        if chunk.has_loss:
+            row[self.columns.end_column("head")] += 1
+            row[self.columns.end_column("mtp")] += chunk.num_mtp_layers
+        return row
+
+    def _in_flight(self, chunk: ModelChunk) -> Counts:
+        """Return the counts of a chunk between its passes.
+
+        A chunk keeps its input. Its output belongs to the next stage, except where the head reads it. Where layers save
+        their outputs, a chunk therefore keeps one hidden state less.
+        """
+        row = self._saved(chunk)
+        is_empty = not (chunk.has_embedding or chunk.kinds)
+        if self.schedule_spec.saves_outputs and not chunk.has_loss and not is_empty:
+            row[self.columns.end_column("embedding" if chunk.has_embedding else "hidden")] -= 1
+        return row
+
+    def _delayed_wgrad(self, chunk: ModelChunk, first_layer: int = 0) -> Counts:
+        row = np.zeros(self.columns.size)
+        for kind in chunk.kinds[first_layer:]:
+            row[self.columns.layer_column("delayed_wgrad") + kind] += 1
+        if chunk.has_loss:
+            row[self.columns.end_column("delayed_head")] += 1 + chunk.num_mtp_layers
+            row[self.columns.end_column("delayed_mtp")] += chunk.num_mtp_layers
+        return row
 
 
 def _with_occurrence(rows: Counts, without_recompute: float, with_recompute: float) -> Counts:
-    found: Counts = np.empty((len(rows), rows.shape[1] + 2))
-    found[:, :-2] = rows
-    found[:, -2:] = without_recompute, with_recompute
-    return found
+    return np.hstack([rows, np.tile([without_recompute, with_recompute], (len(rows), 1))])
 
 
 def _last_layer_of_each_kind(kinds: Sequence[int]) -> list[int]:

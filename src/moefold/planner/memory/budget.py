@@ -5,6 +5,7 @@ order of the schedule. They are linear in a few counts (`cost/peak_candidates.py
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
+from moefold.cost.memory_columns import Counts
 from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -77,6 +79,7 @@ class MemoryModel:
         self.activation_memory = ActivationMemoryTable(model_spec, workload, cfg, on_cpu=device.name == "cpu")
         self.columns = self.activation_memory.columns
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.activation_memory.kernel_profile)
+        self._running_cache: dict[tuple[Hashable, ...], Counts] = {}
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def workspace(self, mapping: ParallelMapping) -> float:
@@ -155,7 +158,14 @@ class MemoryModel:
     @memoised(all_arguments)
     def _snapshots_of(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
         ranks = placed_ranks(schedule.schedule, schedule.pp, schedule.vpp)
-        found = StepSnapshots(schedule, self.split(ranks), stages_by_rank(ranks), self.columns, finds_all=finds_all)
+        found = StepSnapshots(
+            schedule,
+            self.split(ranks),
+            stages_by_rank(ranks),
+            self.columns,
+            finds_all=finds_all,
+            running_cache=self._running_cache,
+        )
         return found.candidates() if finds_all else found.few_candidates()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from typing import Any
 
 from moefold.config.groups.context import ContextPart
@@ -30,9 +31,18 @@ class DocumentSearch:
         self.searches = searches
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
-        """See `Search.find`."""
-        found = [search.find(targets) for search in self.searches.values()]
-        return [self._best_of_folds(plans)[: target.count] for target, *plans in zip(targets, *found, strict=True)]
+        """See `Search.find`; a search looks only for mappings that may beat the best so far."""
+        found: dict[ContextPart | None, list[list[PlannedMapping]]] = {}
+        best: list[list[PlannedMapping]] = [[] for _ in targets]
+        # Planned attention takes least, so that the other searches end early.
+        for strategy in sorted(self.searches, key=lambda one: one is None or not one.is_planned):
+            limits = [_limit_s(plans, target.count) for plans, target in zip(best, targets, strict=True)]
+            found[strategy] = self.searches[strategy].find(targets, limits)
+            best = [
+                self._best_of_folds([found[one][i] if one in found else [] for one in self.searches])[: target.count]
+                for i, target in enumerate(targets)
+            ]
+        return best
 
     def plans_below(self, limit_s: float, *target: Any, is_beam: bool = False) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
@@ -56,3 +66,11 @@ class DocumentSearch:
         for plan in sorted(marked, key=lambda plan: plan.sort_key):
             best.setdefault(plan.fold, plan)
         return list(best.values())
+
+
+def _limit_s(plans: Sequence[PlannedMapping], count: int) -> float:
+    """Return the seconds below which a mapping may be one of the best `count`, given the best so far.
+
+    Mappings that take equally long are included, with sums that differ in their last bits.
+    """
+    return plans[count - 1].time.total_s * (1 + 1e-9) if len(plans) >= count else inf

@@ -151,21 +151,29 @@ class Search:
         self._layer_bounds: dict[tuple[int, ...], tuple[float, DispatcherPart | None]] = {}
         """Results of `_add_layer_bounds` with their dispatchers, by `_layers_key`."""
 
-    def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
-        """Return the best mappings of each target that fit, best first, each of another fold."""
-        found = [_TargetResults(target) for target in targets]
+    def find(
+        self, targets: Sequence[SearchTarget], limits: Sequence[float] | None = None
+    ) -> list[list[PlannedMapping]]:
+        """Return the best mappings of each target that fit, best first, each of another fold.
+
+        Args:
+            limits: seconds that the mappings of each target have to beat; None: any.
+        """
+        limits = [inf] * len(targets) if limits is None else limits
+        found = [_TargetResults(target, limit_s) for target, limit_s in zip(targets, limits, strict=True)]
         folds = self.space.folds if self.memory.any_fits else ()
         bounds = self._fold_bounds_s(folds)
         queue = [_Node(bound, i, view, fold) for i, (bound, (fold, view)) in enumerate(zip(bounds, folds, strict=True))]
         heapify(queue)
         for number_of_pass in count():
             queue = sorted(self._search_pass(queue, [results for results in found if not results.best]))
-            has_any = any(results.best for results in found)
-            if not queue or all(results.best for results in found) or (number_of_pass >= MAX_PASSES and has_any):
+            lowest_s = queue[0].bound_s if queue else inf
+            is_complete = all(results.best or lowest_s >= results.limit_s for results in found)
+            has_any = any(results.best or results.limit_s < inf for results in found)
+            if is_complete or (number_of_pass >= MAX_PASSES and has_any):
                 break
         limit_s = min((results.limit_s for results in found), default=inf)
-        bound = queue[0].bound_s if queue else inf
-        self.gap = max(0.0, 1 - bound / limit_s) if limit_s < inf else 0.0
+        self.gap = max(0.0, 1 - lowest_s / limit_s) if limit_s < inf else 0.0
         return [sorted(map(self.price, results.mappings()), key=lambda plan: plan.sort_key) for results in found]
 
     def _search_pass(self, queue: list["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
@@ -222,13 +230,18 @@ class Search:
                 yield node._replace(bound_s=max(node.bound_s, bound), mbs_index=mbs_index)
             return
         zeros = {zero for results in own for zero in results.target.zero_stages}
+        limit_s = max(results.limit_s for results in own)
         if node.passes_s < 0:
-            passes_s, bound = self._step_bound_s(node.fold, *sizes[node.mbs_index], zeros)
+            # The attention of documents is planned only where its lower bound may win.
+            for model in dict.fromkeys((self.cost_model.lower_bounds, self.cost_model)):
+                passes_s, bound = self._step_bound_s(model, node.fold, *sizes[node.mbs_index], zeros)
+                if bound >= limit_s:
+                    return
             refined = node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)
         else:
             bound = node.passes_s + self._least_recompute_s(node.fold, *sizes[node.mbs_index], zeros) + STEP_OVERHEAD_S
             refined = node._replace(bound_s=max(node.bound_s, bound), has_memory=True)
-        if bound < max(results.limit_s for results in own):
+        if bound < limit_s:
             yield refined
 
     def _price_node(self, node: "_Node", own: Sequence["_TargetResults"], *, is_beam: bool = True) -> None:
@@ -313,14 +326,14 @@ class Search:
         return seconds
 
     def _step_bound_s(
-        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
+        self, model: CostModel, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
         plain = self._plain_pipelines(fold, pipelines)
         fastest = self._layer_bounds[self._layers_key(fold, size)][1] or self._dispatchers(fold, size)[0]
         choice = MicroBatchChoice(fold, size, fastest, False, plain)
         # Overlap only hides communication.
-        passes = self.cost_model.pass_times(choice._replace(overlap=True).mapping(), plain)
+        passes = model.pass_times(choice._replace(overlap=True).mapping(), plain)
         least_s = inf
         stages = {zero for zero, _ in self.memory.placements if zero in zeros}
         # ZeRO-2 only reduces more often than ZeRO-1.
@@ -332,7 +345,7 @@ class Search:
                 break
             for zero, moments in placements:
                 m = choice.mapping(plain[place], zero, moments)
-                least_s = min(least_s, float(self.cost_model.step_s(passes, m, place)[0]))
+                least_s = min(least_s, float(model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
 
     def _layers_s(self, fold: Fold, mbs: int) -> float:
