@@ -76,7 +76,8 @@ class CommTimer:
         if self._span_start is None:
             return 0.0, 0.0
         ended = (self._spans, self._span_start, self._now())
-        self._span_start, self._spans = None, []
+        self._span_start = None
+        self._spans = []
         span, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
         if span is None:
             return 0.0, 0.0
