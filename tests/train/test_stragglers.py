@@ -51,7 +51,7 @@ class LogicalClock:
 
     def __call__(self) -> float:
         with self._lock():
-            self._is_waiting[self._rank] = self._timer.is_waiting and self._timer.is_running
+            self._is_waiting[self._rank] = self._timer.is_waiting
             return float(self._paused_s[0]) + self._worked_s
 
     def run_block(self) -> None:

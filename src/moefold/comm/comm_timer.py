@@ -51,8 +51,8 @@ class CommTimer:
             self.leave(before)
 
     def enter(self, *, is_waiting: bool) -> Timestamp | None:
-        """Switch to waiting or computing; return the token for `leave`."""
-        if not self.is_on or self.is_waiting == is_waiting:
+        """Switch to waiting or computing, inside an interval; return the token for `leave`."""
+        if self._span_start is None or self.is_waiting == is_waiting:
             return None
         self.is_waiting = is_waiting
         return self._now()
@@ -63,24 +63,19 @@ class CommTimer:
             self.is_waiting = not self.is_waiting
             self._spans.append((-1 if self.is_waiting else 1, entered_at, self._now()))
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether an interval has started that nobody has read."""
-        return self._span_start is not None
-
     def start(self) -> None:
         """Start an interval, unless one is running."""
-        if self.is_on and not self.is_running:
+        if self.is_on and self._span_start is None:
             self._spans.clear()
             self._span_start = self._now()
 
     def read(self) -> tuple[float, float]:
         """End the interval; return its duration and its waiting time in seconds, zeros if they are not known yet."""
         if self._span_start is None:
-            self._spans.clear()
             return 0.0, 0.0
         ended = (self._spans, self._span_start, self._now())
-        self._span_start, self._spans = None, []
+        self._span_start = None
+        self._spans = []
         span, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
         if span is None:
             return 0.0, 0.0

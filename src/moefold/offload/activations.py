@@ -383,7 +383,8 @@ class ActivationOffload:
     def _warn_if_slow(self) -> None:
         """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
         with self._lock:
-            stored_bytes, late_bytes = self._stored_bytes, self._late_bytes
+            stored_bytes = self._stored_bytes
+            late_bytes = self._late_bytes
         if late_bytes > stored_bytes:
             gib_per_s = self._store_bandwidth.bytes_per_s / GIB
             late_gib = late_bytes / GIB
