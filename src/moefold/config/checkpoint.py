@@ -35,9 +35,7 @@ class CheckpointConfig:
     """Save after the last step, unless checkpoint.every has just done so."""
     keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
     """Number of newest complete checkpoints to keep; older ones are deleted after each save. 0 keeps all."""
-    keep_every: Annotated[
-        int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")
-    ] = 0
+    keep_every: Annotated[int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = 0
     """Also keep the checkpoint of every this many steps, a multiple of `every`, whatever `keep` is; 0: none."""
     keep_best: Annotated[bool, ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = False
     """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands

@@ -27,12 +27,31 @@ def mtp_layer_numbers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
 
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Return whether a tensor of a folder belongs to MTP: to a layer after the last layer, or by its name."""
     if re.match(r"(model\.)?mtp[._]", name):
         return True
-    match = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    match = _LAYER.match(name)
     return match is not None and int(match[1]) >= num_layers
+
+
+def uncounted_layers(names: Collection[str], num_layers: int) -> frozenset[int]:
+    """Return the layers after the last layer that are no MTP layers: they hold only tensors that other layers hold."""
+    tensors: dict[int, set[str]] = {}
+    for name in names:
+        if match := _LAYER.match(name):
+            tensors.setdefault(int(match[1]), set()).add(name[match.end() :])
+    counted = set().union(*(inner for number, inner in tensors.items() if number < num_layers))
+    return frozenset(number for number, inner in tensors.items() if number >= num_layers and inner <= counted)
+
+
+def layer_of(name: str) -> int:
+    """Return the layer of a tensor of a folder, or -1."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:
