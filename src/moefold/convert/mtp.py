@@ -38,20 +38,14 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     return match is not None and int(match[1]) >= num_layers
 
 
-def uncounted_layers(names: Collection[str], num_layers: int) -> frozenset[int]:
-    """Return the layers after the last layer that are no MTP layers: they hold only tensors that other layers hold."""
+def uncounted_tensors(names: Collection[str], num_layers: int) -> set[str]:
+    """Return the tensors of layers after the last layer that are no MTP layers: other layers hold all their tensors."""
     tensors: dict[int, set[str]] = {}
-    for name in names:
-        if match := _LAYER.match(name):
-            tensors.setdefault(int(match[1]), set()).add(name[match.end() :])
-    counted = set().union(*(inner for number, inner in tensors.items() if number < num_layers))
-    return frozenset(number for number, inner in tensors.items() if number >= num_layers and inner <= counted)
-
-
-def layer_of(name: str) -> int:
-    """Return the layer of a tensor of a folder, or -1."""
-    match = _LAYER.match(name)
-    return int(match[1]) if match else -1
+    for match in filter(None, map(_LAYER.match, names)):
+        tensors.setdefault(int(match[1]), set()).add(match.string[match.end() :])
+    counted = set().union(*(inner for layer, inner in tensors.items() if layer < num_layers))
+    others = {layer: inner for layer, inner in tensors.items() if layer >= num_layers and inner <= counted}
+    return {f"model.layers.{layer}.{name}" for layer, inner in others.items() for name in inner}
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:
