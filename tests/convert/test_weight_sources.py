@@ -82,7 +82,7 @@ def test_every_rank_reads_its_part(pool, tmp_path, name, mapping):
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-def test_a_layer_that_config_json_does_not_count_is_not_left_out_as_one_of_multi_token_prediction(tmp_path, name):
+def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path, name):
     folder = save_model(make_model(name), tmp_path / "hf")
     file = folder / "config.json"
     config = json.loads(file.read_text())
