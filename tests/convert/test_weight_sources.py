@@ -1,5 +1,6 @@
 """Hugging Face folders read into models: the logits equal transformers' logits, under any mapping."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,6 +15,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.weight_sources import HfSource, load_hf_weights
+from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import ALL_MODELS, FILED, logits_of, make_model, save_model, tokens_of
@@ -77,3 +79,19 @@ def test_every_rank_reads_its_part(pool, tmp_path, name, mapping):
     folder = save_model(make_model(name, num_hidden_layers=2), tmp_path / name)
     cfg = replace(recipe(folder), parallel=ParallelConfig(**mapping))
     assert pool.run(mapping["world_size"], _loaded_everywhere, cfg, folder) == [""] * mapping["world_size"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path, name):
+    folder = save_model(make_model(name), tmp_path / "hf")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    counted = config["num_hidden_layers"] - 1
+    layer_types = {key: value[:counted] for key, value in config.items() if key.endswith("layer_types") and value}
+    file.write_text(json.dumps(config | layer_types | {"num_hidden_layers": counted}))
+    refusal = rf"tensor model\.layers\.{counted}\.\S+ is of a layer after the {counted} layers that config\.json counts"
+    with pytest.raises(ConfigError, match=refusal):
+        our_logits(folder, tokens_of(2, SEQ_LEN))
+    # Of DeepSeek-V3 this layer and the next one are counted as layers of multi-token prediction.
+    with pytest.raises(ConfigError, match=rf"tensor model\.layers\.{counted}\.\S+ is (of a layer after|missing)"):
+        HfSource(open_hf_folder(folder), leaves_out_mtp=False)

@@ -150,8 +150,8 @@ TRAINING = {
         "0.0003"
     ),
     "checkpoint.every=200 checkpoint.keep_every=500": (
-        "checkpoint.keep_every=500 must be a multiple of checkpoint.every=200: only such steps have a checkpoint; choose "
-        "400 or 600, or another every"
+        "checkpoint.keep_every=500 must be a multiple of checkpoint.every=200: only such steps have a checkpoint; "
+        "choose 400 or 600, or another every"
     ),
     "train.warmup_steps=101": ("train.warmup_steps=101 must be at most run.steps=100; choose 0 to 100"),
     "train.lr_schedule=wsd train.warmup_steps=50 train.lr_schedule.decay_steps=51": (

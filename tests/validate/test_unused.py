@@ -180,11 +180,6 @@ CASES = [
         ["model.attention.indexer.top_k=8"],
     ),
     ("data.validation_fraction=0.2", ["data.kind=huggingface", "data.streaming=true"], ["data.kind=huggingface"]),
-    (
-        "data.token_dtype=int32",
-        ["data.kind=tokens", 'data.path=["a.npy", "b.npy"]'],
-        ["data.kind=tokens", 'data.path=["a.npy", "b.bin"]'],
-    ),
     ("checkpoint.keep_every=500", ["checkpoint.every=0"], []),
     ("rl.objective.clip_low=0.1", EXACT, [*EXACT, "rl.updates=2"]),
     ("rl.objective.clip_low=0.1", EXACT, [*EXACT, "rl.staleness=1"]),

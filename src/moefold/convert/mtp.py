@@ -27,12 +27,25 @@ def mtp_layer_numbers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(range(model.num_layers, model.num_layers + model.mtp_layers))
 
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Return whether a tensor of a folder belongs to MTP: to a layer after the last layer, or by its name."""
     if re.match(r"(model\.)?mtp[._]", name):
         return True
-    match = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    match = _LAYER.match(name)
     return match is not None and int(match[1]) >= num_layers
+
+
+def uncounted_tensors(names: Collection[str], num_layers: int) -> set[str]:
+    """Return the tensors of layers after the last layer that are no MTP layers: other layers hold all their tensors."""
+    tensors: dict[int, set[str]] = {}
+    for match in filter(None, map(_LAYER.match, names)):
+        tensors.setdefault(int(match[1]), set()).add(match.string[match.end() :])
+    counted = set().union(*(inner for layer, inner in tensors.items() if layer < num_layers))
+    others = {layer: inner for layer, inner in tensors.items() if layer >= num_layers and inner <= counted}
+    return {f"model.layers.{layer}.{name}" for layer, inner in others.items() for name in inner}
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:

@@ -24,7 +24,7 @@ from moefold.convert.hf_config import is_hf_folder, multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.known_keys import ALL_KEYS
-from moefold.convert.mtp import is_mtp_tensor
+from moefold.convert.mtp import is_mtp_tensor, uncounted_tensors
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, bytes_of
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
@@ -190,6 +190,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
     ignored = {}
     duplicates = find_duplicate_tensors(model, folder.family)
     multimodal = multimodal_folder(folder.hf_config, folder.family)
+    uncounted = uncounted_tensors(folder.tensors.keys(), model.num_layers)
     for name, stored in folder.tensors.items():
         original = folder.tensors.get(duplicates.get(name, ""))
         if folder.family.is_ignored(name):
@@ -198,7 +199,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
             ignored[name] = "of an expert without computation"
         elif multimodal is not None and multimodal.is_other_tensor(name, model):
             ignored[name] = "not of the text model"
-        elif leaves_out_mtp and is_mtp_tensor(name, model.num_layers):
+        elif leaves_out_mtp and name not in uncounted and is_mtp_tensor(name, model.num_layers):
             ignored[name] = MTP_REASON
         elif original is not None and bytes_equal(stored, original):
             ignored[name] = DUPLICATE_REASONS[duplicates[name]]
@@ -242,6 +243,8 @@ def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
     """Describe the error of a tensor of a folder that is not part of the model."""
     if original := find_duplicate_tensors(model, folder.family).get(name):
         return f"tensor {name} must equal {original}, and differs"
+    if name in uncounted_tensors(folder.tensors.keys(), model.num_layers):
+        return f"tensor {name} is of a layer after the {model.num_layers} layers that config.json counts; correct it"
     if folder.family.has_mtp and is_mtp_tensor(name, model.num_layers + model.mtp_layers):
         return (
             f"tensor {name} is of multi-token prediction, of which config.json counts {folder.family.mtp_key}="

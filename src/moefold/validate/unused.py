@@ -194,12 +194,6 @@ UNUSED_KEY_RULES = (
         "set data.validation_split",
     ),
     UnusedKeyRule(
-        "data.token_dtype",
-        lambda cfg: all(path.endswith(".npy") for path in _data_paths(cfg)),
-        "an .npy file stores the type of its ids",
-        "name a .bin file in data.path",
-    ),
-    UnusedKeyRule(
         "faults.straggler_factor",
         lambda cfg: cfg.faults.straggler_factor > 0 and cfg.parallel.world_size == cfg.parallel.pp,
         "ranks are compared within their pipeline stage, and each stage has one rank",
@@ -218,11 +212,6 @@ UNUSED_KEY_RULES = (
         "choose less than run.steps",
     ),
 )
-
-
-def _data_paths(cfg: Config) -> tuple[str, ...]:
-    path = cfg.data.path
-    return (path,) if isinstance(path, str) else path
 
 
 def _samples_exactly(cfg: Config) -> bool:
