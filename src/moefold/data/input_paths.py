@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
 
-from moefold.config.suggestions import HubKind, download_advice
 from moefold.errors import ConfigError
+from moefold.hub import HubKind, download_advice, snapshot
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
@@ -90,8 +90,6 @@ def _fetched(key: str, name: str) -> Path:
     try:
         if name.startswith(HUB_SCHEME):
             patterns = TOKENIZER_PATTERNS if "tokenizer" in key else ()
-            from moefold.hub import snapshot
-
             return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
         if "tokenizer" not in key:
             return local_copy(name.rstrip("/"))
