@@ -144,6 +144,14 @@ def read_json(path: Path, limit: int) -> Any:
     return parse_json(read_bytes(path, limit))
 
 
+def read_json_object(path: Path, limit: int) -> dict[str, Any]:
+    """Return the object of a JSON file; raise as `read_json`, and ValueError if the content is not an object."""
+    content = read_json(path, limit)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no object")
+    return content
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON of bounded depth and number of values. A byte order mark is ignored.
 

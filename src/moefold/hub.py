@@ -32,6 +32,12 @@ UNUSED_FILES = (
 """Files of a model repository that are not downloaded: other formats of the same weights, and pictures."""
 CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
 """Files that are downloaded if only the sizes of a model are read."""
+_FILE_ENDINGS = frozenset(
+    {".arrow", ".bin", ".csv", ".gz", ".jinja", ".json", ".jsonl", ".md", ".ndjson", ".npy", ".parquet", ".py"}
+    | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
+)
+_LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
+"""Common first folders of local paths. A misspelled path below one of these is not a hub name."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,31 @@ class HubName:
     """Branch, tag or commit; None: the default branch."""
     path: str
     """File or folder inside the repository; empty: the whole repository."""
+
+
+def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
+    """Return whether a non-local name has the form of a hub name: "owner/name", or "gpt2" with `allows_bare_name`."""
+    parts = name.split("/")
+    if len(parts) not in ((1, 2) if allows_bare_name else (2,)) or not all(re.fullmatch(_PART, part) for part in parts):
+        return False
+    if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _LOCAL_FOLDER_NAMES):
+        return False
+    # If the first folder exists, the name is a misspelled local path.
+    return len(parts) == 1 or not Path(parts[0]).exists()
+
+
+def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
+    """Return the advice to name a repository on the Hugging Face hub; "" if the name cannot be a hub name.
+
+    Args:
+        name: the user's text, which is not a local path.
+        kind: what the repository holds.
+        allows_bare_name: whether a name without an owner is allowed: some old tokenizers have such names.
+    """
+    if not is_hub_name(name, allows_bare_name=allows_bare_name):
+        return ""
+    prefix = f"{HUB_SCHEME}datasets/" if kind == "dataset" else HUB_SCHEME
+    return f"it reads like a name on the Hugging Face hub: '{prefix}{name}' downloads it"
 
 
 def is_hub_url(name: object) -> bool:

@@ -200,13 +200,6 @@ def make_ranges(num_layers: int, num_experts: int) -> StepRanges:
     return StepRanges((num_layers, num_experts), num_ranges)
 
 
-def shares_of(means: Array) -> Array:
-    """Return each expert's tokens over the mean of its layer, float64 [ranges, L, E], from mean counts."""
-    mean = means.mean(2, keepdims=True)
-    shares: Array = np.divide(means, mean, out=np.zeros_like(means), where=mean > 0)
-    return shares
-
-
 MAX_READ_CHOICES = 1 << 24
 """Maximum expert choices per call, a tenth of a second. For a larger step, only the first samples are read."""
 

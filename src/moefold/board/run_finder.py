@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
 from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE
@@ -67,10 +67,10 @@ def is_run(folder: Path) -> bool:
             return True
         if not path.is_file():
             return False
-        tree = read_json(path, MAX_CONFIG_BYTES)
+        tree = read_json_object(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError):
         return False
-    return isinstance(tree, dict) and isinstance(tree.get("run"), dict) and isinstance(tree.get("parallel"), dict)
+    return isinstance(tree.get("run"), dict) and isinstance(tree.get("parallel"), dict)
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

@@ -3,10 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.optim.states import named_moments
 from moefold.remote_path import RemotePath
+
+Result = TypeVar("Result")
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -103,27 +105,25 @@ def write_checkpoint(
     ):
         if dist.get_rank() == 0 and writer is None:
             writer = WritingJob(folder, checkpoint_folder_key(cfg.checkpoint))
-        draft = folder / _create_draft(train_state.step, writer, group)
+        # DCP creates the folder on every rank if it is missing, which must not race with the deletion of old folders.
+        draft = folder / _on_first_rank(lambda: writer.create_draft(train_state.step).name if writer else "", group)
         storage = _storage_writer(draft)
         planner = planner or ShardSavePlanner()
         metadata = dcp.save(dict(state), storage_writer=storage, process_group=group, planner=planner)
         records = _digest_files(draft, group, storage)
-        fault: list[Exception | None] = [None]
-        if writer is not None:
-            try:
-                writer.check_still_own(draft)
-                if missing := missing_or_short_files(draft, metadata):
-                    raise ConfigError(
-                        f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
-                        "set checkpoint.dir to a folder that all machines share"
-                    )
-                _complete(cfg, draft, final, records, train_state, writer)
-            except (ConfigError, OSError, ValueError) as error:
-                fault = [error]
+
+        def complete() -> None:
+            assert writer is not None, "the first rank has a writer"
+            writer.check_still_own(draft)
+            if missing := missing_or_short_files(draft, metadata):
+                raise ConfigError(
+                    f"the checkpoint folder {str(folder)!r} lacks files of other ranks: {format_list(missing)}; "
+                    "set checkpoint.dir to a folder that all machines share"
+                )
+            _complete(cfg, draft, final, records, train_state, writer)
+
         # No rank returns before the checkpoint has its final name.
-        dist.broadcast_object_list(fault, src=0, group=group)
-        if fault[0] is not None:
-            raise fault[0]
+        _on_first_rank(complete, group)
     return final
 
 
@@ -262,23 +262,14 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     return weights | {f"model.{name}": buffer for name, buffer in buffers.items()}
 
 
-def _create_draft(step: int, writer: WritingJob | None, group: dist.ProcessGroup | None) -> str:
-    """Create the folder for a new checkpoint. Collective. It exists for all ranks afterwards.
-
-    Returns:
-        Name of the folder in the folder of checkpoints.
-
-    Raises:
-        ConfigError: another job saves into the folder of checkpoints; raised on every rank.
-        OSError: the first rank cannot create it; raised on every rank.
-    """
-    result: list[str | Exception] = [""]
-    if writer is not None:
+def _on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Act on the first rank, and return the result, or raise the error, on every rank. Collective."""
+    result: list[Any] = [None]
+    if dist.get_rank() == 0:
         try:
-            result = [writer.create_draft(step).name]
-        except (ConfigError, OSError) as error:
+            result = [action()]
+        except (ConfigError, OSError, ValueError) as error:
             result = [error]
-    # DCP creates the folder on every rank if it is missing, which must not race with the deletion of old folders.
     dist.broadcast_object_list(result, src=0, group=group)
     if isinstance(result[0], Exception):
         raise result[0]

@@ -266,13 +266,9 @@ def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, Fi
     Args:
         written: digests of the files that this process hashed while it wrote them.
     """
-    records: dict[str, FileDigest] = {}
-    for rank_records in world.all_gather_object(dict(written or {})):
-        records |= rank_records
+    records = world.merge(written or {})
     names = sorted(path.name for path in tmp.iterdir() if path.is_file() and path.name not in records)
-    local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
-    for rank_records in world.all_gather_object(local):
-        records |= rank_records
+    records |= world.merge({name: digest_file(tmp / name) for name in names[world.rank :: world.size]})
     if world.is_rank0:
         write_manifest(tmp, records)
 

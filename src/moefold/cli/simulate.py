@@ -20,7 +20,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
-from moefold.convert.run_config import parse_run_config, read_json_object
+from moefold.convert.run_config import parse_run_config, read_settings
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
@@ -124,7 +124,7 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
 
 def _run_config(run_dir: Path) -> Config:
     path = run_dir / SETTINGS_FILE
-    tree = read_json_object(path)
+    tree = read_settings(path)
     if not tree:
         raise ConfigError(f"--run {run_dir} holds no run: {path} is missing; name the run.dir of a training run")
     return parse_run_config(tree, path)

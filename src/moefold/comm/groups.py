@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold_mapping
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,10 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def merge(self, table: Mapping[str, T]) -> dict[str, T]:
+        """Return the entries of the tables of all processes. Collective."""
+        return {name: value for of_rank in self.all_gather_object(dict(table)) for name, value in of_rank.items()}
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the picklable object of rank 0 on all processes. Collective."""

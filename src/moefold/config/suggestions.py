@@ -5,11 +5,9 @@ Sections, keys and types are read from the schema.
 
 import difflib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -44,41 +42,6 @@ def nearest_multiples(value: int, step: int) -> str:
 def join_with_or(options: list[str]) -> str:
     """Join options as a choice: "a", "a or b", "a, b or c"."""
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
-
-
-HubKind = Literal["model", "dataset"]
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_FILE_ENDINGS = frozenset(
-    {".arrow", ".bin", ".csv", ".gz", ".jinja", ".json", ".jsonl", ".md", ".ndjson", ".npy", ".parquet", ".py"}
-    | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
-)
-_LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
-"""Common first folders of local paths. A misspelled path below one of these is not a hub name."""
-
-
-def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
-    """Return whether a non-local name has the form of a hub name: "owner/name", or "gpt2" with `allows_bare_name`."""
-    parts = name.split("/")
-    if len(parts) not in ((1, 2) if allows_bare_name else (2,)) or not all(map(_PART.fullmatch, parts)):
-        return False
-    if Path(name).suffix.lower() in _FILE_ENDINGS or (len(parts) == 2 and parts[0] in _LOCAL_FOLDER_NAMES):
-        return False
-    # If the first folder exists, the name is a misspelled local path.
-    return len(parts) == 1 or not Path(parts[0]).exists()
-
-
-def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
-    """Return the advice to name a repository on the Hugging Face hub; "" if the name cannot be a hub name.
-
-    Args:
-        name: the user's text, which is not a local path.
-        kind: what the repository holds.
-        allows_bare_name: whether a name without an owner is allowed: some old tokenizers have such names.
-    """
-    if not is_hub_name(name, allows_bare_name=allows_bare_name):
-        return ""
-    prefix = "hf://datasets/" if kind == "dataset" else "hf://"
-    return f"it reads like a name on the Hugging Face hub: '{prefix}{name}' downloads it"
 
 
 DERIVED = {

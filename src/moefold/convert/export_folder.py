@@ -531,8 +531,7 @@ def _write_tensors(
                 chunks = target.chunks(source, mapping, hf_name)
                 digests |= _write_chunks(writer, chunks, target.locations, thread, on_bytes)
             source.clear_cache()
-    rank_digests = {name: digest.hexdigest() for name, digest in digests.items()}
-    return {name: digest for digests in world.all_gather_object(rank_digests) for name, digest in digests.items()}
+    return world.merge({name: digest.hexdigest() for name, digest in digests.items()})
 
 
 def _write_chunks(

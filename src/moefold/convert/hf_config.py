@@ -13,7 +13,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
 from moefold.config.part_registry import is_built_in
-from moefold.config.suggestions import closest_match, download_advice
+from moefold.config.suggestions import closest_match
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
 from moefold.convert.known_keys import (
@@ -36,6 +36,7 @@ from moefold.convert.layer_fields import joined_layers
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from moefold.errors import ConfigError
+from moefold.hub import download_advice
 from moefold.message_text import format_list
 from moefold.validate.config import check_config
 

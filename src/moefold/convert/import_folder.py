@@ -295,7 +295,7 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
     """Hash the tensors without a digest, each in one process; refuse those that differ from the folder's manifest."""
     folder: HfFolder = source.folder
-    hashes = {name: digest for table in world.all_gather_object(dict(digests)) for name, digest in table.items()}
+    hashes = world.merge(digests)
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     written = read_manifest(folder.path)
     if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
@@ -325,5 +325,4 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
     """Hash tensors, each in one process."""
-    own_digests = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
-    return {name: digest for digests in world.all_gather_object(own_digests) for name, digest in digests.items()}
+    return world.merge({name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]})

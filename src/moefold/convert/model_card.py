@@ -20,7 +20,7 @@ from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys
 from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.preflight import read_model
-from moefold.convert.run_config import find_run_config, read_json_object
+from moefold.convert.run_config import find_run_config, read_settings
 from moefold.cost.flops import count_parameters
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE
 from moefold.errors import ConfigError
@@ -126,7 +126,7 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
     """
     if (folder / GENERATION_FILE).is_file():
         return
-    config = read_json_object(folder / CONFIG_FILE)
+    config = read_settings(folder / CONFIG_FILE)
     keys = {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}
     if run.temperature is not None:
         keys |= {"do_sample": True, "temperature": run.temperature}

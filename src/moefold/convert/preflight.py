@@ -23,7 +23,6 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import shown_value
 from moefold.config.plugins import MissingPartError
-from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,
@@ -37,7 +36,7 @@ from moefold.convert.known_keys import KeyReport
 from moefold.convert.run_config import missing_parts
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.hub import is_hub_url, snapshot
+from moefold.hub import download_advice, is_hub_url, snapshot
 from moefold.message_text import Setting
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path

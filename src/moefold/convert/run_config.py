@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.checkpoint.recipe_differences import model_differences
 from moefold.config.load import config_from_dict
@@ -17,23 +17,20 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_model
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file; {} if the file does not exist. Raise ConfigError for other content."""
     try:
-        content = read_json(path, MAX_CONFIG_BYTES)
+        return read_json_object(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); repair it or copy it again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object; repair it or copy it again")
-    return content
 
 
 def find_run_config(path: Path, model: ModelConfig) -> Config | None:
     """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
     for folder in (path.parent.parent, path.parent):
-        tree = read_json_object(folder / CONFIG_FILE)
+        tree = read_settings(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
             cfg = parse_run_config(tree, folder / CONFIG_FILE)
             if not model_differences(model_sizes(model), cfg.model):
@@ -44,7 +41,7 @@ def find_run_config(path: Path, model: ModelConfig) -> Config | None:
 def missing_parts(path: Path, error: MissingPartError) -> str:
     """Return the missing parts of a checkpoint: all missing parts of its run, if the run's config is available."""
     try:
-        config_from_dict(upgraded(read_json_object(path.parent.parent / CONFIG_FILE))[0])
+        config_from_dict(upgraded(read_settings(path.parent.parent / CONFIG_FILE))[0])
     except ConfigError as run_error:
         error = run_error if isinstance(run_error, MissingPartError) else error
     return str(error)

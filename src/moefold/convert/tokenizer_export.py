@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.run_tokenizer import (
@@ -293,12 +293,9 @@ def _token_ids(separator: int | None) -> dict[str, int | None]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        keys = read_json(file, MAX_CONFIG_BYTES)
+        return read_json_object(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name} next to the tokenizer is not JSON ({error}); mend or remove it") from None
-    if not isinstance(keys, dict):
-        raise ConfigError(f"{file.name} next to the tokenizer is not a JSON object; mend or remove it")
-    return keys
 
 
 def _write_json(file: Path, keys: Mapping[str, Any]) -> None:

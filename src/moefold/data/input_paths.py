@@ -5,11 +5,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moefold.config.suggestions import HubKind, download_advice
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
+
+if TYPE_CHECKING:
+    from moefold.hub import HubKind
 
 MIN_SIMILARITY = 0.75
 """Minimum similarity (0 to 1) to a missing name for a suggestion."""
@@ -25,7 +28,7 @@ TOKENIZER_PATTERNS = (
     *("merges.txt", CONFIG_FILE, GENERATION_FILE),
 )
 """Files that are fetched if only the tokenizer is read."""
-_HUB_KIND_BY_KEY: dict[str, HubKind] = {
+_HUB_KIND_BY_KEY: "dict[str, HubKind]" = {
     "data.path": "dataset",
     "INPUT": "dataset",
     "MODEL": "model",
@@ -74,6 +77,8 @@ def existing_path(key: str, name: str) -> Path:
         raise ConfigError(
             f"{Setting(key, name)} cannot be reached ({error}); name a readable file or folder"
         ) from error
+    from moefold.hub import download_advice
+
     advice = (
         download_advice(name, _HUB_KIND_BY_KEY[key], allows_bare_name="tokenizer" in key)
         if key in _HUB_KIND_BY_KEY
@@ -89,9 +94,9 @@ def _fetched(key: str, name: str) -> Path:
 
     try:
         if name.startswith(HUB_SCHEME):
-            patterns = TOKENIZER_PATTERNS if "tokenizer" in key else ()
             from moefold.hub import snapshot
 
+            patterns = TOKENIZER_PATTERNS if "tokenizer" in key else ()
             return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
         if "tokenizer" not in key:
             return local_copy(name.rstrip("/"))

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json_object
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import (
     ENDS_SUFFIX,
@@ -443,18 +443,13 @@ def check_finished(folder: Path) -> None:
 def read_tokenize_info(folder: Path) -> dict[str, Any]:
     """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them."""
     try:
-        info = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
+        return read_json_object(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder / TOKENIZE_INFO_FILE} is broken ({error}); tokenise again into another folder"
         ) from error
-    if not isinstance(info, dict):
-        raise ConfigError(
-            f"{folder / TOKENIZE_INFO_FILE} is broken (it holds no object); tokenise again into another folder"
-        )
-    return info
 
 
 def read_header(path: Path, token_dtype: str) -> TokenFile:

@@ -25,7 +25,7 @@ from moefold.bounded_read import (
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_BYTES,
     read_bytes,
-    read_json,
+    read_json_object,
     read_text,
 )
 from moefold.data.input_paths import (
@@ -392,14 +392,11 @@ def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _read_object(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if the file does not exist."""
     try:
-        content = read_json(file, MAX_CONFIG_BYTES)
+        return read_json_object(file, MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not a readable {file.name} ({error}); fix or remove it") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is not a {file.name}: it holds no object; fix or remove it")
-    return content
 
 
 def has_same_content_hash(first: Path, second: Path) -> bool:

@@ -14,7 +14,7 @@ from moefold.config.moe import MoEConfig
 from moefold.convert.hf_config import inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
-from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
+from moefold.convert.run_config import find_run_config, parse_run_config, read_settings
 from moefold.data.input_paths import CHAT_TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE, existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer_folder import tokenizer_file
@@ -152,7 +152,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
 
 def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read config.json and generation_config.json."""
-    return read_json_object(path / CONFIG_FILE), read_json_object(path / GENERATION_FILE)
+    return read_settings(path / CONFIG_FILE), read_settings(path / GENERATION_FILE)
 
 
 def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
@@ -175,7 +175,7 @@ def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        eos_ids=_eos_ids(keys, read_json_object(path / GENERATION_FILE)),
+        eos_ids=_eos_ids(keys, read_settings(path / GENERATION_FILE)),
         uses_hf_text_start=True,
         notices=tuple(f"{str(path)!r}: {report.note()}" for report in reports if report.note()),
     )

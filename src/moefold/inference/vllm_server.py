@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.convert.run_config import read_json_object
+from moefold.convert.run_config import read_settings
 from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.requests import Completion
@@ -69,7 +69,7 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
 def _positions(folder: str) -> int | None:
     """Return max_position_embeddings of a Hugging Face folder, or None if it is absent."""
     try:
-        keys = read_json_object(Path(folder) / CONFIG_FILE)
+        keys = read_settings(Path(folder) / CONFIG_FILE)
     except (ConfigError, OSError):
         return None
     count = keys.get("max_position_embeddings")

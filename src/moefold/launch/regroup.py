@@ -103,8 +103,12 @@ def lost_ranks(store: dist.Store) -> set[int]:
     Args:
         store: the store, without a prefix.
     """
-    key = f"{PREFIX}/{LOST_KEY}"
-    return set(map(int, store.get(key).decode().split())) if store.check([key]) else set()
+    return set(map(int, read_if_set(store, f"{PREFIX}/{LOST_KEY}").split()))
+
+
+def read_if_set(store: dist.Store, key: str) -> str:
+    """Return the text of a key of a store; "" if no rank has set it."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Regroup:
@@ -196,8 +200,7 @@ class Regroup:
 
     def exit_description(self, rank: int) -> str:
         """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
-        key = f"how/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return read_if_set(self._store, f"how/{rank}")
 
     def is_broken(self) -> bool:
         """Return whether a member of the current generation is lost."""
@@ -289,8 +292,8 @@ class Regroup:
 
     def ended_status(self) -> int | None:
         """Return the exit status of the training of the current generation; None while it trains."""
-        key = f"ended/{self.current.number}"
-        return int(self._store.get(key)) if self._store.check([key]) else None
+        status = read_if_set(self._store, f"ended/{self.current.number}")
+        return int(status) if status else None
 
     def _raise_if_lost(self) -> None:
         # No progress is noted: the watchdog kills a stopped rank that the others wait for here.
@@ -356,7 +359,7 @@ class Regroup:
         return dict(map(json.loads, self._lines(f"arrived/{number}")))
 
     def _lines(self, key: str) -> list[str]:
-        return self._store.get(key).decode().splitlines() if self._store.check([key]) else []
+        return read_if_set(self._store, key).splitlines()
 
 
 class _GenerationStore(dist.Store):

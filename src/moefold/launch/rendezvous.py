@@ -214,10 +214,7 @@ def _store_address(rank_env: RankEnv) -> str:
 def _timeout_message(rank_env: RankEnv, timeout_s: float, *, was_open: bool) -> str:
     within = f"within {timeout_s:g} s (faults.timeout_s)"
     if was_open:
-        return (
-            f"rank {rank_env.rank} lost the store at {_store_address(rank_env)} while it waited for the other "
-            f"{rank_env.world_size - 1}: no answer {within}; check rank 0, its host and the network to it"
-        )
+        return _lost_store_message(rank_env, f"no answer {within}")
     return (
         f"rank {rank_env.rank} has no answer from {_store_address(rank_env)} {within}: {_NOT_OUR_STORE}; "
         f"{_suggest_port(rank_env)}"
@@ -232,13 +229,17 @@ def _store_error_message(rank_env: RankEnv, error: BaseException, *, was_open: b
             f"listens at this port; {_suggest_port(rank_env)}"
         )
     if was_open:
-        return (
-            f"rank {rank_env.rank} lost the store at {_store_address(rank_env)} while it waited for the other "
-            f"{rank_env.world_size - 1}: {reason}; check rank 0, its host and the network to it"
-        )
+        return _lost_store_message(rank_env, reason)
     return (
         f"rank {rank_env.rank} cannot open the store at {_store_address(rank_env)}: {_NOT_OUR_STORE} ({reason}); "
         f"{_suggest_port(rank_env)}"
+    )
+
+
+def _lost_store_message(rank_env: RankEnv, reason: str) -> str:
+    return (
+        f"rank {rank_env.rank} lost the store at {_store_address(rank_env)} while it waited for the other "
+        f"{rank_env.world_size - 1}: {reason}; check rank 0, its host and the network to it"
     )
 
 

@@ -27,7 +27,7 @@ from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import SingleReporter, hard_exit
 from moefold.launch.hang_diagnosis import RankReport, format_diagnosis
-from moefold.launch.regroup import lost_ranks, report_lost
+from moefold.launch.regroup import lost_ranks, read_if_set, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
 
 REPORT_PERIOD_S = 1.0
@@ -217,8 +217,8 @@ class StoreReporter(threading.Thread):
 
     def last_report(self, rank: int) -> tuple[str, FlightSnapshot | None]:
         """Return host and last flight-recorder snapshot of another rank."""
-        store = self._connected_store
-        report = json.loads(store.get(f"report/{rank}")) if store.check([f"report/{rank}"]) else None
+        text = self._last_text(rank)
+        report = json.loads(text) if text else None
         observed = self._local_peers[rank].describe()[1] if rank in self._local_peers else None
         snapshot = observed or (report and report["snapshot"])
         return report["host"] if report else "", FlightSnapshot.from_json(snapshot) if snapshot else None
@@ -259,9 +259,8 @@ class StoreReporter(threading.Thread):
         while self._flight_recorder.clock() < end_s:
             time.sleep(min(self.period_s, duration_s))
 
-    def _last_text(self, rank: int) -> bytes:
-        store = self._connected_store
-        return store.get(f"report/{rank}") if store.check([f"report/{rank}"]) else b""
+    def _last_text(self, rank: int) -> str:
+        return read_if_set(self._connected_store, f"report/{rank}")
 
     def _record_losses(self) -> None:
         """Record new losses for the survivors, and interrupt collectives of NCCL, which do not fail by themselves."""
@@ -290,9 +289,10 @@ class StoreReporter(threading.Thread):
         are compared only within the report of the other rank, whose clock may differ.
         """
         rank = self._flight_recorder.awaited_rank
-        if rank is None or not self._connected_store.check([f"report/{rank}"]):
+        text = "" if rank is None else self._last_text(rank)
+        if not text:
             return
-        report = json.loads(self._connected_store.get(f"report/{rank}"))
+        report = json.loads(text)
         is_new = report["reported_at_s"] != self._awaited_report_s
         self._awaited_report_s = report["reported_at_s"]
         idle_s = report["reported_at_s"] - report["snapshot"]["moved_s"]
@@ -366,9 +366,10 @@ class StoreReporter(threading.Thread):
         reports: dict[int, RankReport] = {}
         observed: dict[int, tuple[str, dict[str, Any] | None]] = {}
         for rank in range(self._rank_env.world_size):
-            if not store.check([f"report/{rank}"]):
+            text = self._last_text(rank)
+            if not text:
                 continue
-            data = json.loads(store.get(f"report/{rank}"))
+            data = json.loads(text)
             has_responded = store.check([f"answer/{rank}"])
             if has_responded:
                 observed |= {int(other): observation for other, observation in data["local_peers"].items()}
@@ -379,7 +380,7 @@ class StoreReporter(threading.Thread):
                 has_responded=has_responded,
                 source_location=data["source_location"] if has_responded else "",
                 is_communicating=data["is_communicating"],
-                exit_status=int(store.get(f"left/{rank}")) if store.check([f"left/{rank}"]) else None,
+                exit_status=int(status) if (status := read_if_set(store, f"left/{rank}")) else None,
             )
         for rank, (state, snapshot) in observed.items():
             if rank in reports and reports[rank].has_responded and state == BLOCKED:

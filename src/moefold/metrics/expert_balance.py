@@ -212,6 +212,13 @@ class LayerSummary:
     share: tuple[float, ...] | None
 
 
+def shares_of(counts: Array) -> Array:
+    """Return each expert's tokens over the mean of its layer, float64 [bins, L, E]."""
+    means = counts.mean(2, keepdims=True)
+    shares: Array = np.divide(counts, means, out=np.zeros_like(counts), where=means > 0)
+    return shares
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertBalance:
     """Load of every MoE layer over the recorded steps."""
@@ -251,10 +258,7 @@ class ExpertBalance:
         """Return each expert's tokens over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
         assert self.counts is not None, "a run without counts has no shares"
         sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in split_into_bins(len(self.steps), max_bins)]
-        binned: Array = np.stack(sums)
-        means = binned.mean(2, keepdims=True)
-        shares: Array = np.divide(binned, means, out=np.zeros_like(binned), where=means > 0)
-        return shares
+        return shares_of(np.stack(sums))
 
     def summaries(self) -> list[LayerSummary]:
         """Return the summary of each layer."""

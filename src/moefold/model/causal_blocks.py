@@ -66,7 +66,7 @@ class BlockAttention(ABC):
 
     @abstractmethod
     def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Start to exchange keys and values, [S/cp, 2, B, G, D]; return those of other ranks, with their chunks.
+        """Start to exchange keys and values, [S/cp, 2, B, G, D]; return what other ranks sent, with its chunks.
 
         Communicates over cp; the caller attends to its own keys meanwhile.
         """

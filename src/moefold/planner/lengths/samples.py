@@ -138,11 +138,11 @@ def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
 def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     """Read the document lengths of the first samples that a run trains on."""
     # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
-    from moefold.convert.run_config import parse_run_config, read_json_object
+    from moefold.convert.run_config import parse_run_config, read_settings
     from moefold.data.dataset import dataset_request, open_dataset
 
     path = folder / SETTINGS_FILE
-    tree = read_json_object(path)
+    tree = read_settings(path)
     if not tree:
         raise ConfigError(
             f"{Setting('--lengths', str(folder))} holds no run: {path} is missing; name the run.dir of a run"
