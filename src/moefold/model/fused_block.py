@@ -107,6 +107,8 @@ class FusedBlock:
         self, block: Block, decode_pass: "CDecodePass", current_pass: CurrentPass, cache: PagedAttention
     ) -> None:
         self._ffn = block.ffn
+        self._kind = type(block.ffn).__name__
+        self._router = block.ffn.router if isinstance(block.ffn, MoELayer) else None
         self._block = block
         self._choice = block.attention.kernels.decode_choice
         self._decode_pass = decode_pass
@@ -128,9 +130,8 @@ class FusedBlock:
             assert output.routed is None, "no shortcut"
             return output.y
 
-        kind = type(self._ffn).__name__
         if self._choice.picks_whole(
-            kind, len(x), self._trial(lambda: self._run(x, inputs.rope)), self._trial(run_modules)
+            self._kind, len(x), self._trial(lambda: self._run(x, inputs.rope)), self._trial(run_modules)
         ):
             return self._run(x, inputs.rope)
         return run_modules()
@@ -150,7 +151,7 @@ class FusedBlock:
             self._layer = self._build(x_RH)
         layer = self._layer
         ffn = self._ffn
-        if self._chooses and isinstance(ffn, MoELayer) and _has_no_choices(ffn.router.override):
+        if self._chooses and _has_no_choices(self.override):
             y_RH, ids_LRK = self._decode_pass.compute((layer,), x_RH, self._current_pass.decode_rows(rope))
             self.record(ids_LRK[0])
             return y_RH.unsqueeze(1)
@@ -164,19 +165,22 @@ class FusedBlock:
         layer.add_experts(y_RH, normed_RH, routing.ids_TK, routing.probs_TK, shared)
         return y_RH.unsqueeze(1)
 
+    @property
+    def override(self) -> RouterOverride | None:
+        """The override of the router, if there are any."""
+        return None if self._router is None else self._router.override
+
     def record(self, ids_RK: Tensor) -> None:
         """Pass the experts that the kernel chose to the override of the router, which only records them."""
-        assert isinstance(self._ffn, MoELayer)
-        if self._ffn.router.override is not None:
-            self._ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+        if self.override is not None:
+            self.override.apply(ids_RK, self._current_pass.single_sample)
 
     def single_call(self, num_rows: int) -> "CDecodeLayer | None":
         """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
-        if self._layer is None or not self._chooses:
+        if not self._chooses:
             return None
-        assert isinstance(self._ffn, MoELayer)
-        is_chosen = self._choice is None or self._choice.has_picked_whole(type(self._ffn).__name__, num_rows)
-        return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
+        is_chosen = self._choice is None or self._choice.has_picked_whole(self._kind, num_rows)
+        return self._layer if is_chosen and _has_no_choices(self.override) else None
 
     def _build(self, like: Tensor) -> "CDecodeLayer":
         """Return the layer with its pages, which this call allocates."""
@@ -209,8 +213,10 @@ class FusedLayers:
             return x
         rows = self._current_pass.decode_rows(inputs.rope)
         y_RH, ids_LRK = self._decode_pass.compute(single_calls, x.squeeze(1), rows)
-        for block, ids_RK in zip(self._blocks, ids_LRK, strict=True):
-            block.record(ids_RK)
+        for i, block in enumerate(self._blocks):
+            # A view for each layer takes longer than the question.
+            if block.override is not None:
+                block.record(ids_LRK[i])
         return y_RH.unsqueeze(1)
 
 

@@ -139,13 +139,18 @@ static expert_buffers take_expert_buffers(arena *memory, const layer_weights *w,
   return b;
 }
 
+/* Of a layer that decode_layers computes: input of its experts, logits of its router, and the choice of experts. */
 typedef struct {
-  float *scores;
+  void *normed;
+  float *logits, *probs, *scores;
   uint8_t *taken;
-} choice_buffers;
+} layer_buffers;
 
-static choice_buffers take_choice_buffers(arena *memory, const layer_weights *w) {
-  choice_buffers b;
+static layer_buffers take_layer_buffers(arena *memory, const layer_weights *w, const pass_rows *p) {
+  layer_buffers b;
+  b.normed = take(memory, p->rows * w->hidden * value_bytes(p));
+  b.logits = take(memory, p->rows * w->experts * sizeof *b.logits);
+  b.probs = take(memory, p->rows * w->top_k * sizeof *b.probs);
   b.scores = take(memory, w->experts * sizeof *b.scores);
   b.taken = take(memory, w->experts);
   return b;
@@ -153,11 +158,11 @@ static choice_buffers take_choice_buffers(arena *memory, const layer_weights *w)
 
 /* Bytes of workspace that a layer needs for a pass of these rows. */
 int64_t decode_workspace_bytes(const layer_weights *w, const pass_rows *p) {
-  arena attention = {0, 0}, experts = {0, 0}, choice = {0, 0};
+  arena attention = {0, 0}, experts = {0, 0}, layer = {0, 0};
   take_attention_buffers(&attention, w, p);
   if (w->experts) take_expert_buffers(&experts, w, p);
-  take_choice_buffers(&choice, w);
-  return max_i64(max_i64(attention.used, experts.used), choice.used);
+  take_layer_buffers(&layer, w, p);
+  return layer.used + max_i64(attention.used, experts.used);
 }
 
 /* sums = a + b of n elements; sums may be a or b. */
@@ -329,18 +334,18 @@ void decode_experts(const layer_weights *w, const pass_rows *p, const void *norm
 }
 
 /* Layers with routed experts, one after another: x += attention(norm(x)), and x += the experts of norm(x), whose choice
-   is written to ids [layers, rows, top_k]. `normed` [rows, hidden], `logits` [rows, experts] and `probs` [rows, top_k]
-   are scratch for the largest layer. */
-void decode_layers(const layer_weights *const *layers, int64_t count, const pass_rows *p, void *x, void *normed,
-                   float *logits, int64_t *ids, float *probs) {
+   is written to ids [layers, rows, top_k]. */
+void decode_layers(const layer_weights *const *layers, int64_t count, const pass_rows *p, void *x, int64_t *ids) {
   for (int64_t i = 0; i < count; i++) {
     const layer_weights *const w = layers[i];
-    decode_attention(w, p, x, x, normed, logits);
     arena memory = {p->workspace, 0};
-    const choice_buffers b = take_choice_buffers(&memory, w);
-    p->kernels->choose(logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids,
-                       probs);
-    decode_experts(w, p, normed, ids, probs, 0, x);
+    const layer_buffers b = take_layer_buffers(&memory, w, p);
+    pass_rows inner = *p;
+    inner.workspace = memory.start + memory.used;
+    decode_attention(w, &inner, x, x, b.normed, b.logits);
+    p->kernels->choose(b.logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids,
+                       b.probs);
+    decode_experts(w, &inner, b.normed, ids, b.probs, 0, x);
     ids += p->rows * w->top_k;
   }
 }

@@ -90,7 +90,7 @@ class CDecode:
         library = load_library("decode")
         self.attend = declare(library.decode_attention, *[POINTER] * 6)
         self.add_experts = declare(library.decode_experts, *[POINTER] * 7)
-        self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 6)
+        self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 3)
         self.workspace_bytes = declare(library.decode_workspace_bytes, POINTER, POINTER, result=SIZE)
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
@@ -145,28 +145,13 @@ class CDecodePass:
         """
         first = layers[0]
         num_rows = self.set_checked_rows(first, x_RH, rows)
-        addresses = (POINTER * len(layers))()
-        num_experts = 0
-        for i, layer in enumerate(layers):
+        for layer in layers:
             assert layer.chooses
-            addresses[i] = layer.address
-            num_experts = max(num_experts, layer.num_experts)
             assert (layer.hidden, layer.top_k, layer.dtype) == (first.hidden, first.top_k, first.dtype)
+        addresses = (POINTER * len(layers))(*[layer.address for layer in layers])
         y_RH = x_RH.clone(memory_format=torch.contiguous_format)
-        normed_RH = torch.empty_like(y_RH)
-        logits_RE = torch.empty(num_rows, num_experts, dtype=torch.float32)
         ids_LRK = torch.empty(len(layers), num_rows, first.top_k, dtype=torch.int64)
-        probs_RK = torch.empty(num_rows, first.top_k, dtype=torch.float32)
-        self.kernel.compute(
-            addresses,
-            len(layers),
-            self.struct_address,
-            y_RH.data_ptr(),
-            normed_RH.data_ptr(),
-            logits_RE.data_ptr(),
-            ids_LRK.data_ptr(),
-            probs_RK.data_ptr(),
-        )
+        self.kernel.compute(addresses, len(layers), self.struct_address, y_RH.data_ptr(), ids_LRK.data_ptr())
         return y_RH, ids_LRK
 
     def set_checked_rows(self, layer: "CDecodeLayer", x_RH: Tensor, rows: DecodeRows) -> int:
@@ -190,14 +175,12 @@ class CDecodePass:
         assert rows.cos.dtype == rows.sin.dtype == dtype, (rows.cos.dtype, dtype)
         assert rows.cos.stride() == rows.sin.stride(), (rows.cos.stride(), rows.sin.stride())
         assert rows.cos.stride(-1) == 1, rows.cos.stride()
-        assert int(rows.lengths.min()) > 0, rows.lengths
-        assert int(rows.lengths.max()) <= rows.page_table.shape[1] * PAGE_POSITIONS, (
-            rows.lengths,
-            rows.page_table.shape,
-        )
-        slots, table, lengths = (x.contiguous() for x in (rows.slots_R, rows.page_table, rows.lengths))
+        lengths = rows.lengths.numpy()
+        assert lengths.min() > 0, lengths
+        assert lengths.max() <= rows.page_table.shape[1] * PAGE_POSITIONS, (lengths, rows.page_table.shape)
+        kept = slots, table, counts = rows.slots_R.contiguous(), rows.page_table.contiguous(), rows.lengths.contiguous()
         self._rows = rows
-        self._tensors = slots, table, lengths
+        self._tensors = kept
         struct = self.struct
         struct.kernels = self.kernel.functions_address(dtype)
         struct.rows = num_rows
@@ -210,7 +193,7 @@ class CDecodePass:
         struct.slots = slots.data_ptr()
         struct.table = table.data_ptr()
         struct.table_width = table.shape[1]
-        struct.lengths = lengths.data_ptr()
+        struct.lengths = counts.data_ptr()
         self._reserve_workspace((num_rows, dtype, struct.threads))
 
     def _reserve_workspace(self, key: tuple[int, torch.dtype, int]) -> None:
