@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moefold.comm.private_torch import has_forward_hooks
 from moefold.model.attention import TokenMixer
 from moefold.model.block import Block, LayerInputs
+from moefold.model.head import Head
 from moefold.model.layer_cache import CurrentPass
 from moefold.model.local_param import local_param
 from moefold.model.mlp import SwiGLU
@@ -20,11 +21,12 @@ from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.moe.token_group import TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import PagedAttention
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.decode import LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
 if TYPE_CHECKING:
-    from moefold.ops.cpu.decode import CDecode, CDecodeLayer, CDecodePass
+    from moefold.ops.cpu.decode import CDecode, CDecodeHead, CDecodeLayer, CDecodePass
 
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
@@ -235,6 +237,43 @@ def _unrecorded(ffn: nn.Module) -> Iterator[None]:
         yield
     finally:
         ffn.router.override = override
+
+
+class FusedHead:
+    """Logits of the rows of a decoder's pass whose next token is drawn, by the kernel of its layers.
+
+    Args:
+        head: a head that `supports_fused_head`; its weights must not change as long as this object is used.
+    """
+
+    def __init__(self, head: Head, kernel: "CDecode") -> None:
+        self._head = head
+        self._kernel = kernel
+        self._fused: CDecodeHead | None = None
+
+    @torch.no_grad()
+    def __call__(self, x_RH: Tensor, picked_N: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Compute the logits [N, V/tp] of picked rows, float32."""
+        if self._fused is None:
+            norm = self._head.norm
+            assert isinstance(norm, RMSNorm)
+            weight = self._head.weight_shard(x_RH, tied_weight)
+            self._fused = self._kernel.head(norm.local_weight(x_RH), weight, norm.eps)
+        return self._fused(x_RH, picked_N)
+
+
+def supports_fused_head(head: Head, kernel: "CDecode") -> bool:
+    """Return whether `FusedHead` computes a head with the same bits: all of it is computed by kernels in C."""
+    return (
+        type(head) is Head
+        and type(head.norm) is RMSNorm
+        and kernel.replaces(head.norm.kernels.norm)
+        and kernel.replaces(head.gemm)
+        and head.bias is None
+        and head.input_factor == 1.0
+        and type(head.sequence_parallel) is SequenceParallel
+        and not any(map(has_forward_hooks, head.modules()))
+    )
 
 
 def layer_weights(block: Block, like: Tensor) -> LayerWeights:

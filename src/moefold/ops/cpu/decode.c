@@ -58,6 +58,14 @@ typedef struct {
   float eps, query_key_eps, routing_scale;
 } layer_weights;
 
+/* Final norm and projection to the vocabulary. */
+typedef struct {
+  linear_weights projection;
+  const void *norm;
+  int64_t hidden, outputs;
+  float eps;
+} head_weights;
+
 /* The rows of a pass, which all layers share: cosines and sines [rows, >= half], index of each row in the cache, and
    its pages and number of keys. */
 typedef struct {
@@ -178,14 +186,14 @@ static void add_rows(const pass_rows *p, const void *a, const void *b, void *sum
     add(0, a, b, sums, n);
 }
 
-/* out [rows, columns] = x [rows, depth] times the weight, contiguous; `kind` is the dtype of both. */
-static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind, linear_weights w, int64_t rows,
-                     int64_t columns, int64_t depth, uint32_t *scratch) {
+/* out [rows, columns] of a dtype = x [rows, depth] of `kind` times the weight; both are contiguous. */
+static void multiply_into(const pass_rows *p, void *out, int64_t out_kind, const void *x, int64_t kind,
+                          linear_weights w, int64_t rows, int64_t columns, int64_t depth, uint32_t *scratch) {
   union {
     gemm_args args;
     char bytes[sizeof(gemm_args) + sizeof(gemm_term)];
   } call;
-  call.args = (gemm_args){.out = {out, columns, kind, 0},
+  call.args = (gemm_args){.out = {out, columns, out_kind, 0},
                           .rows = rows,
                           .columns = columns,
                           .rounds_to_bfloat16 = kind == BFLOAT16 || w.kind == BFLOAT16,
@@ -194,6 +202,12 @@ static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind,
                           .count = 1};
   call.args.terms[0] = (gemm_term){{x, depth, 1, kind}, {w.weight, w.line, w.step, w.kind}, depth};
   p->kernels->gemm(&call.args);
+}
+
+/* The same with a result of the dtype of x. */
+static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind, linear_weights w, int64_t rows,
+                     int64_t columns, int64_t depth, uint32_t *scratch) {
+  multiply_into(p, out, kind, x, kind, w, rows, columns, depth, scratch);
 }
 
 /* Linear layer with its bias, which is added to the rounded product. */
@@ -348,4 +362,40 @@ void decode_layers(const layer_weights *const *layers, int64_t count, const pass
     decode_experts(w, &inner, b.normed, ids, b.probs, 0, x);
     ids += p->rows * w->top_k;
   }
+}
+
+typedef struct {
+  void *picked, *normed;
+  float *scales;
+  uint32_t *scratch;
+} head_buffers;
+
+static head_buffers take_head_buffers(arena *memory, const head_weights *w, const pass_rows *p) {
+  const int64_t bytes = p->rows * w->hidden * value_bytes(p);
+  head_buffers b;
+  b.picked = take(memory, bytes);
+  b.normed = take(memory, bytes);
+  b.scales = take(memory, p->rows * sizeof *b.scales);
+  b.scratch = take(memory, p->kernels->gemm_scratch_words(p->rows, w->outputs, w->hidden, (int)p->threads) *
+                               sizeof *b.scratch);
+  return b;
+}
+
+/* Bytes of workspace of the head. */
+int64_t decode_head_workspace_bytes(const head_weights *w, const pass_rows *p) {
+  arena memory = {0, 0};
+  take_head_buffers(&memory, w, p);
+  return memory.used;
+}
+
+/* Logits [rows, outputs], float32, of the rows of x at `places`; of the pass, only what is not of its cache is read. */
+void decode_head(const head_weights *w, const pass_rows *p, const void *x, const int64_t *places, float *logits) {
+  arena memory = {p->workspace, 0};
+  const head_buffers b = take_head_buffers(&memory, w, p);
+  const int64_t kind = p->is_bfloat16 ? BFLOAT16 : FLOAT32, row_bytes = w->hidden * value_bytes(p);
+  for (int64_t r = 0; r < p->rows; r++)
+    memcpy((char *)b.picked + r * row_bytes, (const char *)x + places[r] * row_bytes, row_bytes);
+  p->kernels->norm(b.picked, w->hidden, w->norm, b.normed, b.scales, p->rows, w->hidden, w->eps, (int)p->is_bfloat16,
+                   (int)p->threads);
+  multiply_into(p, logits, FLOAT32, b.normed, kind, w->projection, p->rows, w->outputs, w->hidden, b.scratch);
 }

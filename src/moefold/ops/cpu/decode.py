@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
@@ -60,6 +61,17 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
+class _HeadStruct(ctypes.Structure):
+    """C struct `head_weights`."""
+
+    _fields_ = (
+        ("projection", _LinearStruct),
+        *pointer_fields("norm"),
+        *size_fields("hidden", "outputs"),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _RowsStruct(ctypes.Structure):
     """C struct `pass_rows`."""
 
@@ -92,6 +104,8 @@ class CDecode:
         self.add_experts = declare(library.decode_experts, *[POINTER] * 7)
         self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 3)
         self.workspace_bytes = declare(library.decode_workspace_bytes, POINTER, POINTER, result=SIZE)
+        self.compute_head = declare(library.decode_head, *[POINTER] * 5)
+        self.head_workspace_bytes = declare(library.decode_head_workspace_bytes, POINTER, POINTER, result=SIZE)
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:
@@ -105,6 +119,10 @@ class CDecode:
     def new_pass(self) -> "CDecodePass":
         """Return the shared part of a new decoder."""
         return CDecodePass(self)
+
+    def head(self, norm: Tensor, weight: Tensor, eps: float) -> "CDecodeHead":
+        """Return the head of a decoder."""
+        return CDecodeHead(self, norm, weight, eps)
 
 
 class CDecodePass:
@@ -201,10 +219,7 @@ class CDecodePass:
             return
         self._key = key
         need = max(self.kernel.workspace_bytes(layer.address, self.struct_address) for layer in self._layers)
-        if need + CACHE_LINE_BYTES > len(self._workspace):
-            self._workspace = np.empty(need + CACHE_LINE_BYTES, np.uint8)
-        address = self._workspace.ctypes.data
-        self.struct.workspace = address + -address % CACHE_LINE_BYTES
+        self._workspace = _reserve(self.struct, self._workspace, need)
 
 
 class CDecodeLayer:
@@ -357,6 +372,63 @@ class CDecodeLayer:
         x = x.detach().contiguous()
         self._kept.append(x)
         return x.data_ptr()
+
+
+class CDecodeHead:
+    """The final norm and the projection to the vocabulary, for the rows of a pass whose next token is drawn.
+
+    Args:
+        norm: weight of the final norm, [H], in the dtype of the rows.
+        weight: rows of this rank's vocabulary, [V/tp, H], in that dtype; it must keep its address, like `norm`.
+    """
+
+    def __init__(self, kernel: CDecode, norm: Tensor, weight: Tensor, eps: float) -> None:
+        assert norm.dtype == weight.dtype, (norm.dtype, weight.dtype)
+        assert norm.shape == weight.shape[1:], (norm.shape, weight.shape)
+        self._kernel = kernel
+        self._kept = norm.detach().contiguous(), weight.detach()
+        norm, weight = self._kept
+        projection = _LinearStruct(weight.data_ptr(), *weight.stride(), DTYPE_CODES[weight.dtype], None)
+        outputs, hidden = weight.shape
+        self._struct = _HeadStruct(projection, norm.data_ptr(), hidden, outputs, eps)
+        self._rows = _RowsStruct(kernels=kernel.functions_address(norm.dtype), is_bfloat16=norm.dtype == torch.bfloat16)
+        self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._rows)
+        self._workspace = np.empty(0, np.uint8)
+
+    def __call__(self, x_RH: Tensor, picked_N: Tensor) -> Tensor:
+        """Compute the logits [N, V/tp], float32, of some rows of the residual stream.
+
+        Args:
+            picked_N: places in x of the rows, int64 [N].
+        """
+        norm, weight = self._kept
+        # The C code has no bounds checks.
+        assert x_RH.shape[1:] == norm.shape, (x_RH.shape, norm.shape)
+        assert (x_RH.dtype, picked_N.dtype) == (norm.dtype, torch.int64), (x_RH.dtype, picked_N.dtype)
+        logits_NV = torch.empty(len(picked_N), len(weight), dtype=torch.float32)
+        if not len(picked_N):
+            return logits_NV
+        places = picked_N.numpy()
+        assert 0 <= places.min() <= places.max() < len(x_RH), (places, x_RH.shape)
+        x_RH = x_RH.contiguous()
+        picked_N = picked_N.contiguous()
+        threads = torch.get_num_threads()
+        if (self._rows.rows, self._rows.threads) != (len(picked_N), threads):
+            self._rows.rows = len(picked_N)
+            self._rows.threads = threads
+            need = self._kernel.head_workspace_bytes(*self._addresses)
+            self._workspace = _reserve(self._rows, self._workspace, need)
+        self._kernel.compute_head(*self._addresses, x_RH.data_ptr(), picked_N.data_ptr(), logits_NV.data_ptr())
+        return logits_NV
+
+
+def _reserve(rows: _RowsStruct, workspace: NDArray[np.uint8], need: int) -> NDArray[np.uint8]:
+    """Return a workspace of at least `need` bytes, the given one if it is so large, and set its aligned address."""
+    if need + CACHE_LINE_BYTES > len(workspace):
+        workspace = np.empty(need + CACHE_LINE_BYTES, np.uint8)
+    address = workspace.ctypes.data
+    rows.workspace = address + -address % CACHE_LINE_BYTES
+    return workspace
 
 
 def _functions_struct(dtype: torch.dtype) -> _FunctionsStruct:
