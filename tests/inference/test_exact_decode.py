@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
+from moefold.model.layer_cache import CacheSize
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.loss import SoftmaxOptions
 from moefold.ops.gemm import Gemm
 from moefold.parallel.batch import Batch
 from moefold.parallel.kernels import select
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
@@ -221,6 +224,21 @@ def test_every_log_probability_equals_training(pool, model, dtype, settings):
     ((equal, largest, count),) = pool.run(1, compare, recipe(model, dtype), SETTINGS[settings])
     assert count == 240
     assert (equal, largest) == (1.0, 0.0)
+
+
+def fused_heads(cfg: Config) -> tuple[bool, bool]:
+    """Return whether the head is in C in a decoder, and after it."""
+    model = build(cfg)
+    head = model.stages[-1].head
+    size = CacheSize(num_pages=1, page_positions=PAGE_POSITIONS)
+    with forward_chain(model) as chain, PagedDecoder(chain, size):
+        inside = head.fused is not None
+    return inside, head.fused is not None
+
+
+def test_a_head_is_in_c_after_layers_in_c_and_as_long_as_its_model_generates(pool):
+    assert pool.run(1, fused_heads, recipe("qwen3-moe", "float32")) == [(True, False)]
+    assert pool.run(1, fused_heads, recipe("latent", "float32")) == [(False, False)]
 
 
 def compare_packed(cfg: Config) -> list[bool]:

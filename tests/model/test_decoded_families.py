@@ -10,7 +10,7 @@ import torch
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.model.block import Block
-from moefold.model.fused_block import fused_unsupported_reason, layer_weights
+from moefold.model.fused_block import fused_unsupported_reason, layer_weights, supports_fused_head
 from moefold.model.transformer import build_model
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.models import config_of
@@ -25,6 +25,7 @@ ONE_CALL = "one call"
 TWO_CALLS = "two calls"
 DENSE = "attention in C, the feed-forward layer a module"
 LINEAR = "linear attention"
+HEAD = "a head of modules after layers in C"
 REASONS = {
     "llama": {DENSE},
     "qwen2": {DENSE},
@@ -83,7 +84,10 @@ def _reasons(theirs: Any) -> set[str]:
     cfg = replace(recipe, model=parse_model_config(theirs.to_dict(), Path("folder")))
     stage = build_model(cfg)
     apply_kernels(stage, select_kernels(cfg, CPU))
-    return set(map(_way, stage.layers.values()))
+    ways = set(map(_way, stage.layers.values()))
+    if ways & {ONE_CALL, TWO_CALLS, DENSE} and not supports_fused_head(stage.head, stage.kernels.decode):
+        ways.add(HEAD)
+    return ways
 
 
 def _way(block: Block) -> str:

@@ -17,8 +17,9 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.model.block import Block, LayerInputs
-from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
-from moefold.model.kernels import Kernels
+from moefold.model.fused_block import FusedBlock, FusedHead, FusedLayers, supports_fused, supports_fused_head
+from moefold.model.head import Head
+from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention
 from moefold.model.transformer import Transformer, build_model
@@ -300,6 +301,66 @@ def test_a_layer_that_differs_keeps_its_modules(change):
     assert supports_fused(block)
     change(block)
     assert not supports_fused(block)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [{}, {"tie_embeddings": True, "hidden_size": 56}, {"norm.zero_centered": True}])
+def test_a_fused_head_has_the_bits_of_its_modules(model, dtype):
+    stage = build(recipe(model, dtype))
+    head = stage.head
+    kernel = stage.layers["0"].attention.kernels.decode
+    assert supports_fused_head(head, kernel)
+    fused = FusedHead(head, kernel)
+    tied_weight = stage.embedding.weight if head.weight is None else None
+    x = torch.randn(40, 1, stage.config.hidden_size, generator=torch.Generator().manual_seed(4)).to(stage.dtype)
+    # More rows than before, and fewer: the workspace grows, and is used again.
+    for picked in ([39], list(range(40)), [3, 0, 3], [], [17, 18]):
+        head.picked_rows_N = torch.tensor(picked, dtype=torch.int64)
+        with torch.no_grad():
+            head.fused = None
+            expected = head(x, tied_weight)
+            head.fused = fused
+            found = head(x, tied_weight)
+        assert found.shape == expected.shape == (len(picked), 1, stage.config.vocab_size)
+        assert found.dtype == expected.dtype == torch.float32
+        assert torch.equal(found, expected)
+    for outside in (40, -1):
+        with pytest.raises(AssertionError, match=str(outside)):
+            fused(x.squeeze(1), torch.tensor([0, outside]), tied_weight)
+
+
+def add_bias(head: Head) -> None:
+    """Add a bias to the logits."""
+    head.bias = nn.Parameter(torch.zeros(8))
+
+
+def divide_logits(head: Head) -> None:
+    """Divide the logits."""
+    head.input_factor = 0.5
+
+
+def change_gemm(head: Head) -> None:
+    """Multiply by a library."""
+    head.gemm = TORCH_GEMM
+
+
+def change_norm_kernel(head: Head) -> None:
+    """Normalise by torch operations."""
+    head.norm.kernels = TORCH_KERNELS
+
+
+def add_hook_to_norm(head: Head) -> None:
+    """Add a hook, which the kernel would not run."""
+    head.norm.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("change", [add_bias, divide_logits, change_gemm, change_norm_kernel, add_hook_to_norm])
+def test_a_head_that_differs_keeps_its_modules(change):
+    stage = build(recipe({}))
+    kernel = stage.layers["0"].attention.kernels.decode
+    assert supports_fused_head(stage.head, kernel)
+    change(stage.head)
+    assert not supports_fused_head(stage.head, kernel)
 
 
 class ScriptedClock:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moefold.comm.private_torch import has_forward_hooks
 from moefold.model.attention import TokenMixer
 from moefold.model.block import Block, LayerInputs
+from moefold.model.head import Head
 from moefold.model.layer_cache import CurrentPass
 from moefold.model.local_param import local_param
 from moefold.model.mlp import SwiGLU
@@ -20,11 +21,12 @@ from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.moe.token_group import TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import PagedAttention
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.decode import LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
 if TYPE_CHECKING:
-    from moefold.ops.cpu.decode import CDecode, CDecodeLayer, CDecodePass
+    from moefold.ops.cpu.decode import CDecode, CDecodeHead, CDecodeLayer, CDecodePass
 
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
@@ -107,6 +109,8 @@ class FusedBlock:
         self, block: Block, decode_pass: "CDecodePass", current_pass: CurrentPass, cache: PagedAttention
     ) -> None:
         self._ffn = block.ffn
+        self._kind = type(block.ffn).__name__
+        self._router = block.ffn.router if isinstance(block.ffn, MoELayer) else None
         self._block = block
         self._choice = block.attention.kernels.decode_choice
         self._decode_pass = decode_pass
@@ -128,9 +132,8 @@ class FusedBlock:
             assert output.routed is None, "no shortcut"
             return output.y
 
-        kind = type(self._ffn).__name__
         if self._choice.chooses_fused(
-            kind, len(x), self._dry_run(lambda: self._run(x, inputs.rope)), self._dry_run(run_modules)
+            self._kind, len(x), self._dry_run(lambda: self._run(x, inputs.rope)), self._dry_run(run_modules)
         ):
             return self._run(x, inputs.rope)
         return run_modules()
@@ -150,7 +153,7 @@ class FusedBlock:
             self._layer = self._build(x_RH)
         layer = self._layer
         ffn = self._ffn
-        if self._chooses and isinstance(ffn, MoELayer) and _has_no_choices(ffn.router.override):
+        if self._chooses and _has_no_choices(self.override):
             y_RH, ids_LRK = self._decode_pass.compute((layer,), x_RH, self._current_pass.decode_rows(rope))
             self.record(ids_LRK[0])
             return y_RH.unsqueeze(1)
@@ -164,19 +167,22 @@ class FusedBlock:
         layer.add_experts(y_RH, normed_RH, routing.ids_TK, routing.probs_TK, shared)
         return y_RH.unsqueeze(1)
 
+    @property
+    def override(self) -> RouterOverride | None:
+        """The override of the router, if there are any."""
+        return None if self._router is None else self._router.override
+
     def record(self, ids_RK: Tensor) -> None:
         """Pass the experts that the kernel chose to the override of the router, which only records them."""
-        assert isinstance(self._ffn, MoELayer)
-        if self._ffn.router.override is not None:
-            self._ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+        if self.override is not None:
+            self.override.apply(ids_RK, self._current_pass.single_sample)
 
     def single_call(self, num_rows: int) -> "CDecodeLayer | None":
         """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
-        if self._layer is None or not self._chooses:
+        if not self._chooses:
             return None
-        assert isinstance(self._ffn, MoELayer)
-        is_chosen = self._choice is None or self._choice.has_chosen_fused(type(self._ffn).__name__, num_rows)
-        return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
+        is_chosen = self._choice is None or self._choice.has_chosen_fused(self._kind, num_rows)
+        return self._layer if is_chosen and _has_no_choices(self.override) else None
 
     def _build(self, like: Tensor) -> "CDecodeLayer":
         """Return the layer with its pages, which this call allocates."""
@@ -209,8 +215,10 @@ class FusedLayers:
             return x
         rows = self._current_pass.decode_rows(inputs.rope)
         y_RH, ids_LRK = self._decode_pass.compute(single_calls, x.squeeze(1), rows)
-        for block, ids_RK in zip(self._blocks, ids_LRK, strict=True):
-            block.record(ids_RK)
+        for i, block in enumerate(self._blocks):
+            # A view for each layer takes longer than the question.
+            if block.override is not None:
+                block.record(ids_LRK[i])
         return y_RH.unsqueeze(1)
 
 
@@ -229,6 +237,43 @@ def _unrecorded(ffn: nn.Module) -> Iterator[None]:
         yield
     finally:
         ffn.router.override = override
+
+
+class FusedHead:
+    """Logits of the rows of a decoder's pass whose next token is drawn, by the kernel of its layers.
+
+    Args:
+        head: a head that `supports_fused_head`; its weights must not change as long as this object is used.
+    """
+
+    def __init__(self, head: Head, kernel: "CDecode") -> None:
+        self._head = head
+        self._kernel = kernel
+        self._fused: CDecodeHead | None = None
+
+    @torch.no_grad()
+    def __call__(self, x_RH: Tensor, picked_N: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Compute the logits [N, V/tp] of picked rows, float32."""
+        if self._fused is None:
+            norm = self._head.norm
+            assert isinstance(norm, RMSNorm)
+            weight = self._head.weight_shard(x_RH, tied_weight)
+            self._fused = self._kernel.head(norm.local_weight(x_RH), weight, norm.eps)
+        return self._fused(x_RH, picked_N)
+
+
+def supports_fused_head(head: Head, kernel: "CDecode") -> bool:
+    """Return whether `FusedHead` computes a head with the same bits: all of it is computed by kernels in C."""
+    return (
+        type(head) is Head
+        and type(head.norm) is RMSNorm
+        and kernel.replaces(head.norm.kernels.norm)
+        and kernel.replaces(head.gemm)
+        and head.bias is None
+        and head.input_factor == 1.0
+        and type(head.sequence_parallel) is SequenceParallel
+        and not any(map(has_forward_hooks, head.modules()))
+    )
 
 
 def layer_weights(block: Block, like: Tensor) -> LayerWeights:

@@ -1,5 +1,7 @@
 """Output head: final norm, projection to the vocabulary, and the values that a loss computes from hidden states."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -44,16 +46,20 @@ class Head(nn.Module):
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
         self.picked_rows_N: Tensor | None = None
         """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp; None: all."""
+        self.fused: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates; None: by modules."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
+        if self.fused is not None and self.picked_rows_N is not None:
+            return self.fused(x.squeeze(1), self.picked_rows_N, tied_weight).unsqueeze(1)
         return self.logits_fp32(self.norm(x), tied_weight)
 
     def logits_fp32(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute `logits` in float32 at least, as the chunked loss does, with the same bits."""
         return linear(
             self._gathered_input(x),
-            self._weight_shard(x, tied_weight),
+            self.weight_shard(x, tied_weight),
             self._bias_shard(x),
             wgrad_store=self.wgrad_store,
             linear_backend=Fp32OutputLinear(self.gemm),
@@ -61,7 +67,7 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits [S/cp, B, V/tp] of hidden states that are normalised already."""
-        weight_shard = self._weight_shard(x, tied_weight)
+        weight_shard = self.weight_shard(x, tied_weight)
         return linear(self._gathered_input(x), weight_shard, self._bias_shard(x), wgrad_store=self.wgrad_store)
 
     def losses(
@@ -85,7 +91,7 @@ class Head(nn.Module):
             return token_losses(logits, labels, self.vocab_parallel.vocab_range, self.cross_entropy_ops, softmax)
         chunk = CPU_LOSS_TOKENS if is_single_chunk else chunk
         x_all = self._gathered_input(x)
-        weight_shard = self._weight_shard(x, tied_weight)
+        weight_shard = self.weight_shard(x, tied_weight)
         options = ChunkOptions(
             chunk,
             self.vocab_parallel.vocab_range,
@@ -103,7 +109,7 @@ class Head(nn.Module):
             x = x[self.picked_rows_N]
         return x if self.input_factor == 1.0 else x * self.input_factor
 
-    def _weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+    def weight_shard(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Return this rank's vocabulary rows of the head in the dtype of x, [V/tp, H]."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None

@@ -21,7 +21,14 @@ from moefold.cost.state_bytes import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.block import Block, MTPBlock
-from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused
+from moefold.model.fused_block import (
+    FusedBlock,
+    FusedHead,
+    FusedLayers,
+    fused_unsupported_reason,
+    supports_fused,
+    supports_fused_head,
+)
 from moefold.model.head import Head
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
 from moefold.model.local_param import CastCopies
@@ -139,7 +146,8 @@ class PagedDecoder:
     * `SequenceParallel.split_unevenly`: a pass has any number of tokens, and `Head.picked_rows_N` those with logits;
     * `MoELayer.decoding_dispatcher`: the all-to-all if the layer's needs equal token counts or moves experts;
     * `Router.override`: a `RoutingCache` if choices are recorded;
-    * `Block.fused` of a layer that a kernel computes whole, and `Transformer.fused` of a stage with only such layers.
+    * `Block.fused` of a layer that a kernel computes whole, `Transformer.fused` of a stage with only such layers, and
+      `Head.fused` after such layers.
 
     Args:
         chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
@@ -193,6 +201,7 @@ class PagedDecoder:
                     module.decoding_dispatcher = None
                 if isinstance(module, Head):
                     module.picked_rows_N = None
+                    module.fused = None
                 if isinstance(module, Block):
                     module.fused = None
         self._overrides.clear()
@@ -201,7 +210,7 @@ class PagedDecoder:
         self._routing.clear()
 
     def _fuse_layers(self) -> None:
-        """Set `fused` on the layers that the C kernel supports; after the caches are opened."""
+        """Set `fused` on the layers and the head that the C kernel supports; after the caches are opened."""
         if self._size.page_positions != PAGE_POSITIONS:
             return
         decode_passes: dict[CDecode, CDecodePass] = {}
@@ -226,6 +235,8 @@ class PagedDecoder:
                 and not any(map(has_forward_hooks, blocks))
             ):
                 stage.fused = FusedLayers(fused, decode_pass, self._pass)
+            if fused and stage.is_last and supports_fused_head(stage.head, decode_pass.kernel):
+                stage.head.fused = FusedHead(stage.head, decode_pass.kernel)
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer. Layers of multi-token prediction do not run."""

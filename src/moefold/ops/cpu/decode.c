@@ -58,6 +58,14 @@ typedef struct {
   float eps, query_key_eps, routing_scale;
 } layer_weights;
 
+/* Final norm and projection to the vocabulary. */
+typedef struct {
+  linear_weights projection;
+  const void *norm;
+  int64_t hidden, outputs;
+  float eps;
+} head_weights;
+
 /* The rows of a pass, which all layers share: cosines and sines [rows, >= half], index of each row in the cache, and
    its pages and number of keys. */
 typedef struct {
@@ -139,13 +147,18 @@ static expert_buffers take_expert_buffers(arena *memory, const layer_weights *w,
   return b;
 }
 
+/* Of a layer that decode_layers computes: input of its experts, logits of its router, and the choice of experts. */
 typedef struct {
-  float *scores;
+  void *normed;
+  float *logits, *probs, *scores;
   uint8_t *taken;
-} choice_buffers;
+} layer_buffers;
 
-static choice_buffers take_choice_buffers(arena *memory, const layer_weights *w) {
-  choice_buffers b;
+static layer_buffers take_layer_buffers(arena *memory, const layer_weights *w, const pass_rows *p) {
+  layer_buffers b;
+  b.normed = take(memory, p->rows * w->hidden * value_bytes(p));
+  b.logits = take(memory, p->rows * w->experts * sizeof *b.logits);
+  b.probs = take(memory, p->rows * w->top_k * sizeof *b.probs);
   b.scores = take(memory, w->experts * sizeof *b.scores);
   b.taken = take(memory, w->experts);
   return b;
@@ -153,11 +166,11 @@ static choice_buffers take_choice_buffers(arena *memory, const layer_weights *w)
 
 /* Bytes of workspace that a layer needs for a pass of these rows. */
 int64_t decode_workspace_bytes(const layer_weights *w, const pass_rows *p) {
-  arena attention = {0, 0}, experts = {0, 0}, choice = {0, 0};
+  arena attention = {0, 0}, experts = {0, 0}, layer = {0, 0};
   take_attention_buffers(&attention, w, p);
   if (w->experts) take_expert_buffers(&experts, w, p);
-  take_choice_buffers(&choice, w);
-  return max_i64(max_i64(attention.used, experts.used), choice.used);
+  take_layer_buffers(&layer, w, p);
+  return layer.used + max_i64(attention.used, experts.used);
 }
 
 /* sums = a + b of n elements; sums may be a or b. */
@@ -173,14 +186,14 @@ static void add_rows(const pass_rows *p, const void *a, const void *b, void *sum
     add(0, a, b, sums, n);
 }
 
-/* out [rows, columns] = x [rows, depth] times the weight, contiguous; `kind` is the dtype of both. */
-static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind, linear_weights w, int64_t rows,
-                     int64_t columns, int64_t depth, uint32_t *scratch) {
+/* out [rows, columns] of a dtype = x [rows, depth] of `kind` times the weight; both are contiguous. */
+static void multiply_into(const pass_rows *p, void *out, int64_t out_kind, const void *x, int64_t kind,
+                          linear_weights w, int64_t rows, int64_t columns, int64_t depth, uint32_t *scratch) {
   union {
     gemm_args args;
     char bytes[sizeof(gemm_args) + sizeof(gemm_term)];
   } call;
-  call.args = (gemm_args){.out = {out, columns, kind, 0},
+  call.args = (gemm_args){.out = {out, columns, out_kind, 0},
                           .rows = rows,
                           .columns = columns,
                           .rounds_to_bfloat16 = kind == BFLOAT16 || w.kind == BFLOAT16,
@@ -189,6 +202,12 @@ static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind,
                           .count = 1};
   call.args.terms[0] = (gemm_term){{x, depth, 1, kind}, {w.weight, w.line, w.step, w.kind}, depth};
   p->kernels->gemm(&call.args);
+}
+
+/* The same with a result of the dtype of x. */
+static void multiply(const pass_rows *p, void *out, const void *x, int64_t kind, linear_weights w, int64_t rows,
+                     int64_t columns, int64_t depth, uint32_t *scratch) {
+  multiply_into(p, out, kind, x, kind, w, rows, columns, depth, scratch);
 }
 
 /* Linear layer with its bias, which is added to the rounded product. */
@@ -329,18 +348,54 @@ void decode_experts(const layer_weights *w, const pass_rows *p, const void *norm
 }
 
 /* Layers with routed experts, one after another: x += attention(norm(x)), and x += the experts of norm(x), whose choice
-   is written to ids [layers, rows, top_k]. `normed` [rows, hidden], `logits` [rows, experts] and `probs` [rows, top_k]
-   are scratch for the largest layer. */
-void decode_layers(const layer_weights *const *layers, int64_t count, const pass_rows *p, void *x, void *normed,
-                   float *logits, int64_t *ids, float *probs) {
+   is written to ids [layers, rows, top_k]. */
+void decode_layers(const layer_weights *const *layers, int64_t count, const pass_rows *p, void *x, int64_t *ids) {
   for (int64_t i = 0; i < count; i++) {
     const layer_weights *const w = layers[i];
-    decode_attention(w, p, x, x, normed, logits);
     arena memory = {p->workspace, 0};
-    const choice_buffers b = take_choice_buffers(&memory, w);
-    p->kernels->choose(logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids,
-                       probs);
-    decode_experts(w, p, normed, ids, probs, 0, x);
+    const layer_buffers b = take_layer_buffers(&memory, w, p);
+    pass_rows inner = *p;
+    inner.workspace = memory.start + memory.used;
+    decode_attention(w, &inner, x, x, b.normed, b.logits);
+    p->kernels->choose(b.logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids,
+                       b.probs);
+    decode_experts(w, &inner, b.normed, ids, b.probs, 0, x);
     ids += p->rows * w->top_k;
   }
+}
+
+typedef struct {
+  void *picked, *normed;
+  float *scales;
+  uint32_t *scratch;
+} head_buffers;
+
+static head_buffers take_head_buffers(arena *memory, const head_weights *w, const pass_rows *p) {
+  const int64_t bytes = p->rows * w->hidden * value_bytes(p);
+  head_buffers b;
+  b.picked = take(memory, bytes);
+  b.normed = take(memory, bytes);
+  b.scales = take(memory, p->rows * sizeof *b.scales);
+  b.scratch = take(memory, p->kernels->gemm_scratch_words(p->rows, w->outputs, w->hidden, (int)p->threads) *
+                               sizeof *b.scratch);
+  return b;
+}
+
+/* Bytes of workspace of the head. */
+int64_t decode_head_workspace_bytes(const head_weights *w, const pass_rows *p) {
+  arena memory = {0, 0};
+  take_head_buffers(&memory, w, p);
+  return memory.used;
+}
+
+/* Logits [rows, outputs], float32, of the rows of x at `places`; of the pass, only what is not of its cache is read. */
+void decode_head(const head_weights *w, const pass_rows *p, const void *x, const int64_t *places, float *logits) {
+  arena memory = {p->workspace, 0};
+  const head_buffers b = take_head_buffers(&memory, w, p);
+  const int64_t kind = p->is_bfloat16 ? BFLOAT16 : FLOAT32, row_bytes = w->hidden * value_bytes(p);
+  for (int64_t r = 0; r < p->rows; r++)
+    memcpy((char *)b.picked + r * row_bytes, (const char *)x + places[r] * row_bytes, row_bytes);
+  p->kernels->norm(b.picked, w->hidden, w->norm, b.normed, b.scales, p->rows, w->hidden, w->eps, (int)p->is_bfloat16,
+                   (int)p->threads);
+  multiply_into(p, logits, FLOAT32, b.normed, kind, w->projection, p->rows, w->outputs, w->hidden, b.scratch);
 }

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
@@ -60,6 +61,17 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
+class _HeadStruct(ctypes.Structure):
+    """C struct `head_weights`."""
+
+    _fields_ = (
+        ("projection", _LinearStruct),
+        *pointer_fields("norm"),
+        *size_fields("hidden", "outputs"),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _RowsStruct(ctypes.Structure):
     """C struct `pass_rows`."""
 
@@ -90,8 +102,10 @@ class CDecode:
         library = load_library("decode")
         self.attend = declare(library.decode_attention, *[POINTER] * 6)
         self.add_experts = declare(library.decode_experts, *[POINTER] * 7)
-        self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 6)
+        self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 3)
         self.workspace_bytes = declare(library.decode_workspace_bytes, POINTER, POINTER, result=SIZE)
+        self.compute_head = declare(library.decode_head, *[POINTER] * 5)
+        self.head_workspace_bytes = declare(library.decode_head_workspace_bytes, POINTER, POINTER, result=SIZE)
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:
@@ -105,6 +119,10 @@ class CDecode:
     def new_pass(self) -> "CDecodePass":
         """Return the shared part of a new decoder."""
         return CDecodePass(self)
+
+    def head(self, norm: Tensor, weight: Tensor, eps: float) -> "CDecodeHead":
+        """Return the head of a decoder."""
+        return CDecodeHead(self, norm, weight, eps)
 
 
 class CDecodePass:
@@ -145,28 +163,13 @@ class CDecodePass:
         """
         first = layers[0]
         num_rows = self.set_checked_rows(first, x_RH, rows)
-        addresses = (POINTER * len(layers))()
-        num_experts = 0
-        for i, layer in enumerate(layers):
+        for layer in layers:
             assert layer.chooses
-            addresses[i] = layer.address
-            num_experts = max(num_experts, layer.num_experts)
             assert (layer.hidden, layer.top_k, layer.dtype) == (first.hidden, first.top_k, first.dtype)
+        addresses = (POINTER * len(layers))(*[layer.address for layer in layers])
         y_RH = x_RH.clone(memory_format=torch.contiguous_format)
-        normed_RH = torch.empty_like(y_RH)
-        logits_RE = torch.empty(num_rows, num_experts, dtype=torch.float32)
         ids_LRK = torch.empty(len(layers), num_rows, first.top_k, dtype=torch.int64)
-        probs_RK = torch.empty(num_rows, first.top_k, dtype=torch.float32)
-        self.kernel.compute(
-            addresses,
-            len(layers),
-            self.struct_address,
-            y_RH.data_ptr(),
-            normed_RH.data_ptr(),
-            logits_RE.data_ptr(),
-            ids_LRK.data_ptr(),
-            probs_RK.data_ptr(),
-        )
+        self.kernel.compute(addresses, len(layers), self.struct_address, y_RH.data_ptr(), ids_LRK.data_ptr())
         return y_RH, ids_LRK
 
     def set_checked_rows(self, layer: "CDecodeLayer", x_RH: Tensor, rows: DecodeRows) -> int:
@@ -190,14 +193,12 @@ class CDecodePass:
         assert rows.cos.dtype == rows.sin.dtype == dtype, (rows.cos.dtype, dtype)
         assert rows.cos.stride() == rows.sin.stride(), (rows.cos.stride(), rows.sin.stride())
         assert rows.cos.stride(-1) == 1, rows.cos.stride()
-        assert int(rows.lengths.min()) > 0, rows.lengths
-        assert int(rows.lengths.max()) <= rows.page_table.shape[1] * PAGE_POSITIONS, (
-            rows.lengths,
-            rows.page_table.shape,
-        )
-        slots, table, lengths = (x.contiguous() for x in (rows.slots_R, rows.page_table, rows.lengths))
+        lengths = rows.lengths.numpy()
+        assert lengths.min() > 0, lengths
+        assert lengths.max() <= rows.page_table.shape[1] * PAGE_POSITIONS, (lengths, rows.page_table.shape)
+        kept = slots, table, counts = rows.slots_R.contiguous(), rows.page_table.contiguous(), rows.lengths.contiguous()
         self._rows = rows
-        self._tensors = slots, table, lengths
+        self._tensors = kept
         struct = self.struct
         struct.kernels = self.kernel.functions_address(dtype)
         struct.rows = num_rows
@@ -210,7 +211,7 @@ class CDecodePass:
         struct.slots = slots.data_ptr()
         struct.table = table.data_ptr()
         struct.table_width = table.shape[1]
-        struct.lengths = lengths.data_ptr()
+        struct.lengths = counts.data_ptr()
         self._reserve_workspace((num_rows, dtype, struct.threads))
 
     def _reserve_workspace(self, key: tuple[int, torch.dtype, int]) -> None:
@@ -218,10 +219,7 @@ class CDecodePass:
             return
         self._key = key
         need = max(self.kernel.workspace_bytes(layer.address, self.struct_address) for layer in self._layers)
-        if need + CACHE_LINE_BYTES > len(self._workspace):
-            self._workspace = np.empty(need + CACHE_LINE_BYTES, np.uint8)
-        address = self._workspace.ctypes.data
-        self.struct.workspace = address + -address % CACHE_LINE_BYTES
+        self._workspace = _reserve(self.struct, self._workspace, need)
 
 
 class CDecodeLayer:
@@ -374,6 +372,63 @@ class CDecodeLayer:
         x = x.detach().contiguous()
         self._kept.append(x)
         return x.data_ptr()
+
+
+class CDecodeHead:
+    """The final norm and the projection to the vocabulary, for the rows of a pass whose next token is drawn.
+
+    Args:
+        norm: weight of the final norm, [H], in the dtype of the rows.
+        weight: rows of this rank's vocabulary, [V/tp, H], in that dtype; it must keep its address, like `norm`.
+    """
+
+    def __init__(self, kernel: CDecode, norm: Tensor, weight: Tensor, eps: float) -> None:
+        assert norm.dtype == weight.dtype, (norm.dtype, weight.dtype)
+        assert norm.shape == weight.shape[1:], (norm.shape, weight.shape)
+        self._kernel = kernel
+        self._kept = norm.detach().contiguous(), weight.detach()
+        norm, weight = self._kept
+        projection = _LinearStruct(weight.data_ptr(), *weight.stride(), DTYPE_CODES[weight.dtype], None)
+        outputs, hidden = weight.shape
+        self._struct = _HeadStruct(projection, norm.data_ptr(), hidden, outputs, eps)
+        self._rows = _RowsStruct(kernels=kernel.functions_address(norm.dtype), is_bfloat16=norm.dtype == torch.bfloat16)
+        self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._rows)
+        self._workspace = np.empty(0, np.uint8)
+
+    def __call__(self, x_RH: Tensor, picked_N: Tensor) -> Tensor:
+        """Compute the logits [N, V/tp], float32, of some rows of the residual stream.
+
+        Args:
+            picked_N: places in x of the rows, int64 [N].
+        """
+        norm, weight = self._kept
+        # The C code has no bounds checks.
+        assert x_RH.shape[1:] == norm.shape, (x_RH.shape, norm.shape)
+        assert (x_RH.dtype, picked_N.dtype) == (norm.dtype, torch.int64), (x_RH.dtype, picked_N.dtype)
+        logits_NV = torch.empty(len(picked_N), len(weight), dtype=torch.float32)
+        if not len(picked_N):
+            return logits_NV
+        places = picked_N.numpy()
+        assert 0 <= places.min() <= places.max() < len(x_RH), (places, x_RH.shape)
+        x_RH = x_RH.contiguous()
+        picked_N = picked_N.contiguous()
+        threads = torch.get_num_threads()
+        if (self._rows.rows, self._rows.threads) != (len(picked_N), threads):
+            self._rows.rows = len(picked_N)
+            self._rows.threads = threads
+            need = self._kernel.head_workspace_bytes(*self._addresses)
+            self._workspace = _reserve(self._rows, self._workspace, need)
+        self._kernel.compute_head(*self._addresses, x_RH.data_ptr(), picked_N.data_ptr(), logits_NV.data_ptr())
+        return logits_NV
+
+
+def _reserve(rows: _RowsStruct, workspace: NDArray[np.uint8], need: int) -> NDArray[np.uint8]:
+    """Return a workspace of at least `need` bytes, the given one if it is so large, and set its aligned address."""
+    if need + CACHE_LINE_BYTES > len(workspace):
+        workspace = np.empty(need + CACHE_LINE_BYTES, np.uint8)
+    address = workspace.ctypes.data
+    rows.workspace = address + -address % CACHE_LINE_BYTES
+    return workspace
 
 
 def _functions_struct(dtype: torch.dtype) -> _FunctionsStruct:
