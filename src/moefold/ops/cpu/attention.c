@@ -1,7 +1,8 @@
 /* Causal grouped-query attention, forward and backward: softmax(q k^T / sqrt(D)) v, within the documents of a sample,
    within a sliding window, and with attention sinks.
 
-   Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once.
+   Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once. Products of two values
+   of bfloat16 (scores, and the gradients of the weights) are exact, and multiplied in pairs if the processor can.
 
    The lanes of a vector are queries. A panel of LANES queries is stored dimension-major, [D, LANES], so that scores
    [keys, LANES] are sums of one element of a key times a vector of the panel, and the maxima, sums and exponentials of
@@ -68,21 +69,42 @@ static inline rows_view head_view(heads_view x, int64_t sample, int64_t head) {
   return (rows_view){offset_pointer(x.start, sample * x.sample + head * x.head, x.is_bfloat16), x.token, x.is_bfloat16};
 }
 
+/* Turn LANES rows of `width` words, `stride` bytes apart, to a panel [width, LANES]. */
+static inline void turn_rows(float *panel, const void *rows, int64_t stride, int64_t width) {
+  for (int64_t i = 0; i < width; i += BLOCK)
+    for (int lane = 0; lane < LANES; lane += BLOCK)
+      transpose_block(panel + i * LANES + lane, LANES, (const char *)rows + lane * stride + i * sizeof *panel, stride);
+}
+
 /* Load `count` rows of d elements, times a factor, as rows [LANES, width] and panel [width, LANES], zero-padded. */
 static void load_panel(float *panel, float *rows, int64_t width, rows_view x, int64_t count, int64_t d, float factor) {
   load_rows(rows, width, x, count, d, factor);
   memset(rows + count * width, 0, (LANES - count) * width * sizeof *rows);
-  for (int64_t i = 0; i < width; i += 4)
-    for (int lane = 0; lane < LANES; lane += 4)
-      transpose_4x4(panel + i * LANES + lane, LANES, rows + lane * width + i, width * sizeof *rows);
+  turn_rows(panel, rows, width * sizeof *rows, width);
 }
+
+/* Load `count` rows of d numbers of bfloat16 as a panel of pairs. */
+static void load_pair_panel(float *panel, rows_view x, int64_t count, int64_t d) {
+  float rows[MAX_HEAD_DIM / 2 * LANES] __attribute__((aligned(64)));
+  const int64_t words = padded_width(pair_words(d));
+  if (count == LANES && d == 2 * words) {
+    turn_rows(panel, x.start, x.stride * sizeof(uint16_t), words);
+    return;
+  }
+  load_pair_rows(rows, words, x, count, d);
+  memset(rows + count * words, 0, (LANES - count) * words * sizeof *rows);
+  turn_rows(panel, rows, words * sizeof *rows, words);
+}
+
+/* Return whether a head's scores are products of pairs. */
+static inline int has_pairs(rows_view x) { return HAS_PAIR_PRODUCTS && x.is_bfloat16; }
 
 /* Store the first `count` rows of a panel, each times its own factor. */
 static void store_panel(rows_view x, float *rows, int64_t width, const float *panel, int64_t count, int64_t d,
                         const float *factors) {
-  for (int64_t i = 0; i < width; i += 4)
-    for (int lane = 0; lane < LANES; lane += 4)
-      transpose_4x4(rows + lane * width + i, width, panel + i * LANES + lane, LANES * sizeof *panel);
+  for (int64_t i = 0; i < width; i += BLOCK)
+    for (int lane = 0; lane < LANES; lane += BLOCK)
+      transpose_block(rows + lane * width + i, width, panel + i * LANES + lane, LANES * sizeof *panel);
   for (int64_t r = 0; r < count; r++) store_row(x, r, rows + r * width, d, factors[r]);
 }
 
@@ -91,12 +113,19 @@ static inline int64_t first_block(int64_t query, int64_t window) {
   return window && query >= window ? (query - window + 1) / KEYS * KEYS : 0;
 }
 
-/* Compute scores [count, LANES] of keys from `key` on for the panel of queries from `query` on; -inf for later keys and
-   for those before the window. */
-static inline void masked_scores(float *scores, const float *keys, int64_t key, int64_t count, const float *panel,
-                                 int64_t query, int64_t d, int64_t window) {
+/* Compute the products [count, LANES] of rows from `row` on with a panel, in pairs times a factor. */
+static inline void multiply_panel(float *products, const float *rows, int64_t row, int64_t count, const float *panel,
+                                  int64_t d, int is_paired, float factor) {
+  if (is_paired)
+    tiled_pair_gemm(count, LANES, d, rows + row * pair_words(d), panel, LANES, products, LANES, factor);
+  else
+    tiled_gemm(0, count, LANES, d, rows + row * d, d, 1, panel, LANES, products, LANES);
+}
+
+/* Replace scores [count, LANES] of keys from `key` on for the queries from `query` on by -inf: of later keys, and of
+   those before the window. */
+static inline void mask_scores(float *scores, int64_t key, int64_t count, int64_t query, int64_t window) {
   const float masked = bits_to_float(0xff800000u);
-  tiled_gemm(0, count, LANES, d, keys + key * d, d, 1, panel, LANES, scores, LANES);
   for (int64_t j = key > query ? 0 : query + 1 - key; j < count; j++)
     for (int lane = 0; lane < LANES; lane++)
       scores[j * LANES + lane] = query + lane < key + j ? masked : scores[j * LANES + lane];
@@ -116,7 +145,8 @@ static inline void softmax_weights(float *scores, int64_t count, const float *to
     }
 }
 
-/* The tensors of one head in one document, forward; `sink` is NULL without attention sinks. */
+/* The tensors of one head in one document, forward; keys are pairs where q has pairs; `sink` is NULL without attention
+   sinks. */
 typedef struct {
   rows_view q, out;
   float *lse;
@@ -133,12 +163,18 @@ static void attend_forward(head_forward_args args, int64_t query, int64_t d, flo
   buffer tops, maxima, totals, rescale;
   const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
   const int64_t first = first_block(query, args.window);
-  load_panel(panel, rows, width, rows_view_from(args.q, query - args.past), lanes, d, scale);
+  const rows_view q = rows_view_from(args.q, query - args.past);
+  const int is_paired = has_pairs(q);
+  if (is_paired)
+    load_pair_panel(panel, q, lanes, d);
+  else
+    load_panel(panel, rows, width, q, lanes, d, scale);
   for (int lane = 0; lane < LANES; lane++) maxima[lane] = bits_to_float(0xff800000u), totals[lane] = 0.0f;
   memcpy(tops, maxima, sizeof tops);
   for (int64_t key = first; key < num_keys; key += KEYS) {
     const int64_t count = min_i64(KEYS, num_keys - key);
-    masked_scores(scores, args.keys, key, count, panel, query, d, args.window);
+    multiply_panel(scores, args.keys, key, count, panel, d, is_paired, scale);
+    mask_scores(scores, key, count, query, args.window);
     buffer previous_tops;
     memcpy(previous_tops, tops, sizeof tops);
     for (int64_t j = 0; j < count; j++)
@@ -166,7 +202,9 @@ static void attend_forward(head_forward_args args, int64_t query, int64_t d, flo
 int attention_vector_width(void) { return VECTOR; }
 
 /* Floats of scratch memory for each thread, where the longest document has so many tokens. */
-int64_t attention_scratch_floats(int64_t tokens, int64_t d) { return 2 * tokens * (d + padded_width(d)); }
+int64_t attention_scratch_floats(int64_t tokens, int64_t d) {
+  return 2 * tokens * (2 * pair_words(d) + padded_width(d));
+}
 
 /* Write out [tokens, samples, heads, d] and lse [samples, heads, tokens]; head a reads key/value head a / group. Tokens
    are those with queries. */
@@ -182,7 +220,11 @@ void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out,
     for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
       int64_t first_query;
       const int64_t past = past_keys(limits, at, from, length, &first_query);
-      load_rows(keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
+      const rows_view key_rows = rows_view_from(head_view(k, sample, head / group), from);
+      if (has_pairs(key_rows))
+        load_pair_rows(keys, pair_words(d), key_rows, length, d);
+      else
+        load_rows(keys, d, key_rows, length, d, 1.0f);
       load_rows(values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
       const head_forward_args args = {.q = rows_view_from(head_view(q, sample, head), first_query),
                                       .out = rows_view_from(head_view(out, sample, head), first_query),
@@ -198,11 +240,12 @@ void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out,
   }
 }
 
-/* The tensors of one head in one document, backward, with contiguous keys, values and their gradients. */
+/* The tensors of one head in one document, backward, with contiguous keys, values and their gradients. Values, and the
+   keys of scores, are pairs where q has pairs; otherwise both keys are the same. */
 typedef struct {
   rows_view grad, q, out, dq;
   const float *lse;
-  float *keys, *values, *grad_keys, *grad_values;
+  float *keys, *score_keys, *values, *grad_keys, *grad_values;
   int64_t tokens, past, window;
 } head_backward_args;
 
@@ -217,21 +260,39 @@ static void attend_backward(head_backward_args args, int64_t query, int64_t d, f
   buffer lse, delta, unused = {0}, scales;
   const int64_t lanes = min_i64(LANES, args.tokens - query), num_keys = query + lanes, width = padded_width(d);
   const int64_t first = first_block(query, args.window);
-  load_panel(acc, rows, width, rows_view_from(args.out, query - args.past), lanes, d, 1.0f);
-  load_panel(panel, rows, width, rows_view_from(args.q, query - args.past), lanes, d, scale);
-  load_panel(grad_panel, grad_rows, width, rows_view_from(args.grad, query - args.past), lanes, d, 1.0f);
+  const rows_view q = rows_view_from(args.q, query - args.past), out = rows_view_from(args.out, query - args.past);
+  const rows_view grad = rows_view_from(args.grad, query - args.past);
+  const int is_paired = has_pairs(q);
   for (int lane = 0; lane < LANES; lane++) {
     lse[lane] = lane < lanes ? args.lse[query - args.past + lane] : 0.0f;
     delta[lane] = 0.0f;
     scales[lane] = scale;
   }
-  for (int64_t i = 0; i < d; i++)
-    for (int lane = 0; lane < LANES; lane++) delta[lane] += grad_panel[i * LANES + lane] * acc[i * LANES + lane];
+  if (is_paired) {
+    load_pair_panel(acc, out, lanes, d);
+    load_pair_panel(panel, q, lanes, d);
+    load_pair_panel(grad_panel, grad, lanes, d);
+    load_rows(rows, width, q, lanes, d, scale);
+    load_rows(grad_rows, width, grad, lanes, d, 1.0f);
+    for (int64_t i = 0; i < pair_words(d); i++)
+      for (int lane = 0; lane < LANES; lane++) {
+        const uint32_t pair = float_to_bits(grad_panel[i * LANES + lane]), other = float_to_bits(acc[i * LANES + lane]);
+        delta[lane] += bits_to_float(pair << 16) * bits_to_float(other << 16);
+        delta[lane] += bits_to_float(pair & 0xffff0000u) * bits_to_float(other & 0xffff0000u);
+      }
+  } else {
+    load_panel(acc, rows, width, out, lanes, d, 1.0f);
+    load_panel(panel, rows, width, q, lanes, d, scale);
+    load_panel(grad_panel, grad_rows, width, grad, lanes, d, 1.0f);
+    for (int64_t i = 0; i < d; i++)
+      for (int lane = 0; lane < LANES; lane++) delta[lane] += grad_panel[i * LANES + lane] * acc[i * LANES + lane];
+  }
   for (int64_t key = first; key < num_keys; key += KEYS) {
     const int64_t count = min_i64(KEYS, num_keys - key);
-    masked_scores(probs, args.keys, key, count, panel, query, d, args.window);
+    multiply_panel(probs, args.score_keys, key, count, panel, d, is_paired, scale);
+    mask_scores(probs, key, count, query, args.window);
     softmax_weights(probs, count, lse, unused);
-    tiled_gemm(0, count, LANES, d, args.values + key * d, d, 1, grad_panel, LANES, grad_scores, LANES);
+    multiply_panel(grad_scores, args.values, key, count, grad_panel, d, is_paired, 1.0f);
     for (int64_t j = 0; j < count; j++)
       for (int lane = 0; lane < LANES; lane++)
         grad_scores[j * LANES + lane] = probs[j * LANES + lane] * (grad_scores[j * LANES + lane] - delta[lane]);
@@ -256,21 +317,31 @@ void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view 
     for (int64_t at = 0, from, length; next_document(limits, sample, tokens, &at, &from, &length);) {
       int64_t first_query;
       const int64_t past = past_keys(limits, at, from, length, &first_query);
+      const rows_view key_rows = rows_view_from(head_view(k, sample, head / group), from);
+      const rows_view value_rows = rows_view_from(head_view(v, sample, head / group), from);
+      const int is_paired = has_pairs(key_rows);
+      float *const values = keys + length * d, *const score_keys = is_paired ? values + length * pair_words(d) : keys;
       const head_backward_args args = {.grad = rows_view_from(head_view(grad, sample, head), first_query),
                                        .q = rows_view_from(head_view(q, sample, head), first_query),
                                        .out = rows_view_from(head_view(out, sample, head), first_query),
                                        .dq = rows_view_from(head_view(dq, sample, head), first_query),
                                        .lse = lse + n * tokens + first_query,
                                        .keys = keys,
-                                       .values = keys + length * d,
+                                       .score_keys = score_keys,
+                                       .values = values,
                                        .grad_keys = grad_keys,
                                        .grad_values = grad_keys + length * width,
                                        .tokens = length,
                                        .past = past,
                                        .window = limits.window};
       memset(args.grad_keys, 0, 2 * length * width * sizeof(float));
-      load_rows(args.keys, d, rows_view_from(head_view(k, sample, head / group), from), length, d, 1.0f);
-      load_rows(args.values, d, rows_view_from(head_view(v, sample, head / group), from), length, d, 1.0f);
+      load_rows(keys, d, key_rows, length, d, 1.0f);
+      if (is_paired) {
+        load_pair_rows(score_keys, pair_words(d), key_rows, length, d);
+        load_pair_rows(values, pair_words(d), value_rows, length, d);
+      } else {
+        load_rows(values, d, value_rows, length, d, 1.0f);
+      }
       for (int64_t query = past; query < length; query += LANES) attend_backward(args, query, d, scale);
       const rows_view dk_rows = rows_view_from(head_view(dk, sample, head), from);
       const rows_view dv_rows = rows_view_from(head_view(dv, sample, head), from);
@@ -279,5 +350,19 @@ void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view 
         store_row(dv_rows, t, args.grad_values + t * width, d, 1.0f);
       }
     }
+  }
+}
+
+/* Write the sums [rows, d] of float32 [rows, group, d] over the query heads of a key/value head, in their order. */
+void attention_sum_heads(const float *x, void *sums, int64_t rows, int64_t group, int64_t d, int is_bfloat16,
+                         int threads) {
+  PARALLEL_FOR(rows * group * (double)d > MIN_PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++) {
+    const float *const heads = x + r * group * d;
+    float sum[MAX_HEAD_DIM];
+    memcpy(sum, heads, d * sizeof *sum);
+    for (int64_t head = 1; head < group; head++)
+      for (int64_t i = 0; i < d; i++) sum[i] += heads[head * d + i];
+    store_row((rows_view){sums, d, is_bfloat16}, r, sum, d, 1.0f);
   }
 }

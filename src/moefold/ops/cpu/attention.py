@@ -64,6 +64,7 @@ class CAttention:
         self._forward = declare(library.attention_forward, *[TensorView] * 4, POINTER, POINTER, *shape)
         tensors = (*[TensorView] * 5, POINTER, *[TensorView] * 3, POINTER)
         self._backward = declare(library.attention_backward, *tensors, *shape)
+        self._sum_heads = declare(library.attention_sum_heads, POINTER, POINTER, *[SIZE] * 3, NUMBER, NUMBER)
         self.is_fast: bool = library.attention_vector_width() >= MIN_FAST_VECTOR_WIDTH
         self._self_test()
 
@@ -130,8 +131,19 @@ class CAttention:
         args = *map(TensorView.of, inputs), lse_BAS.data_ptr(), *map(TensorView.of, (dq, dk, dv))
         self._backward(*args, scratch.data_ptr(), limits, *sizes)
         if is_shared:
-            dk, dv = (_sum_shared(x.unflatten(2, (k.shape[2], -1))).to(k.dtype) for x in (dk, dv))
+            dk, dv = (self._sum_shared(x, k) for x in (dk, dv))
         return dq, dk, dv
+
+    def _sum_shared(self, x_SBAD: Tensor, like_SBGD: Tensor) -> Tensor:
+        """Sum gradients of float32 over the query heads of each key/value head, and round the sums."""
+        *shape, groups, d = like_SBGD.shape
+        sums = like_SBGD.new_empty((*shape, groups, d))
+        group = x_SBAD.shape[2] // groups
+        is_bfloat16 = sums.dtype == torch.bfloat16
+        self._sum_heads(
+            x_SBAD.data_ptr(), sums.data_ptr(), sums.numel() // d, group, d, is_bfloat16, torch.get_num_threads()
+        )
+        return sums
 
     def _scratch_and_sizes(self, q: Tensor, k: Tensor, longest: int) -> tuple[Tensor, int, int, int, int, int, int]:
         tokens, samples, heads, d = q.shape
@@ -156,12 +168,6 @@ class CAttention:
                 actual = _run(self, inputs, mask, head_sinks)
                 expected = _run(MathBlockAttention(), wide, dense, head_sinks)
                 check_results("attention kernel", dtype, actual, expected, error)
-
-
-def _sum_shared(x_SBGND: Tensor) -> Tensor:
-    """Sum over the query heads of each key/value head, dim 3. Torch's sum of two takes five times their addition."""
-    first, *others = x_SBGND.unbind(3)
-    return first + others[0] if len(others) == 1 else x_SBGND.sum(3)
 
 
 def _run(

@@ -34,6 +34,16 @@ static inline const float *page_rows(float *copy, int64_t width, const void *pag
   return copy;
 }
 
+/* Return the keys [d, KEYS] of a page as operands of the scores: float32, or pairs of dims [pair_words(d), KEYS]. */
+static inline const float *page_keys(float *copy, const void *page, int64_t is_bfloat16, int64_t d) {
+  if (!HAS_PAIR_PRODUCTS || !is_bfloat16) return page_rows(copy, KEYS, page, is_bfloat16, d, KEYS);
+  const uint16_t *row = page;
+  for (int64_t i = 0; i < d; i += 2, row += 2 * KEYS, copy += KEYS)
+    for (int64_t j = 0; j < KEYS; j++)
+      copy[j] = bits_to_float(row[j] | (i + 1 < d ? (uint32_t)row[KEYS + j] << 16 : 0));
+  return copy - pair_words(d) * KEYS;
+}
+
 /* Replace the scores of keys beyond the length of a query, or before its window, by -inf; returns the maximum. */
 static inline float mask_row(float *scores, int64_t key, int64_t count, int64_t length, int64_t window, float top) {
   const float masked = bits_to_float(0xff800000u);
@@ -84,10 +94,14 @@ static int64_t split_rows(page_run *runs, paged_cache cache, query_tile t, int64
 
 /* Compute the softmax weights of the queries of a run, and rescale their sums. */
 static void weigh_keys(tile_state *state, const float *key_rows, paged_cache cache, query_tile t, page_run run,
-                       int64_t key, int64_t d) {
+                       int64_t key, int64_t d, float scale) {
   const int64_t from = run.first * t.heads, to = run.stop * t.heads, width = padded_width(d);
-  tiled_gemm(0, to - from, padded_width(run.keys), d, state->queries + from * d, d, 1, key_rows, KEYS,
-             state->scores + from * KEYS, KEYS);
+  if (HAS_PAIR_PRODUCTS && cache.is_bfloat16)
+    tiled_pair_gemm(to - from, padded_width(run.keys), d, state->queries + from * pair_words(d), key_rows, KEYS,
+                    state->scores + from * KEYS, KEYS, scale);
+  else
+    tiled_gemm(0, to - from, padded_width(run.keys), d, state->queries + from * d, d, 1, key_rows, KEYS,
+               state->scores + from * KEYS, KEYS);
   for (int64_t n = from; n < to; n++) {
     const int64_t row = t.row + n / t.heads;
     float *const scores = state->scores + n * KEYS;
@@ -135,7 +149,10 @@ static void attend_tile(query_view q, query_view out, paged_cache cache, query_t
     begin = min_i64(begin, first_block(cache, t.row + r)), stop = max_i64(stop, cache.lengths[t.row + r]);
     const rows_view heads = {
         offset_pointer(q.start, (t.row + r) * q.row + t.head * q.head, q.is_bfloat16), q.head, q.is_bfloat16};
-    load_rows(state.queries + r * t.heads * d, d, heads, t.heads, d, scale);
+    if (HAS_PAIR_PRODUCTS && q.is_bfloat16)
+      load_pair_rows(state.queries + r * t.heads * pair_words(d), pair_words(d), heads, t.heads, d);
+    else
+      load_rows(state.queries + r * t.heads * d, d, heads, t.heads, d, scale);
   }
   for (int64_t n = 0; n < QUERIES; n++)
     state.tops[n] = state.maxima[n] = bits_to_float(0xff800000u), state.totals[n] = 0.0f;
@@ -150,7 +167,7 @@ static void attend_tile(query_view q, query_view out, paged_cache cache, query_t
     if (num_rows < t.rows) memset(state.scores, 0, count * KEYS * sizeof *state.scores);
     for (int64_t i = 0; i < num_runs; i++) {
       const void *page = offset_pointer(cache.keys, (runs[i].page * cache.groups + t.group) * page_size, cache.is_bfloat16);
-      weigh_keys(&state, page_rows(copy, KEYS, page, cache.is_bfloat16, d, KEYS), cache, t, runs[i], key, d);
+      weigh_keys(&state, page_keys(copy, page, cache.is_bfloat16, d), cache, t, runs[i], key, d, scale);
     }
     add_weights(&state, count, min_i64(KEYS, stop - key));
     for (int64_t i = 0; i < num_runs; i++) {
