@@ -26,9 +26,9 @@ from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.upgrade import FORMAT
-from moefold.convert.families import FAMILIES, Family
+from moefold.convert.families.families import FAMILIES, Family
+from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
-from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weight_sources import family_mapping, parameter_shapes
 
 LARGEST_FACTOR = 1.3

@@ -29,7 +29,7 @@ MODULES = (
     *("moefold.train.rl.rollout_loader", "moefold.train.rl.callbacks", "moefold.train.rl.kl_reference"),
     *("moefold.parallel.gathered_weights", "moefold.inference.vllm_engine", "moefold.train.memory_profile"),
     *("torch.utils.serialization.config", "encodings.utf_8_sig"),
-    *("moefold.convert.init_from", "moefold.convert.families", "moefold.cost.peak_memory"),
+    *("moefold.convert.init_from", "moefold.convert.families.families", "moefold.cost.peak_memory"),
     *("moefold.cli.inference_options", "moefold.inference.worker", "moefold.inference.rollouts"),
     *("moefold.ops.cpu.attention", "moefold.ops.cpu.decode", "moefold.ops.cpu.gemm", "moefold.ops.cpu.swiglu"),
     *("moefold.ops.cpu.linear_attention", "moefold.ops.cpu.convolution", "moefold.ops.cpu.rope"),

@@ -1,6 +1,6 @@
 """Make the table of keys that transformers and PEFT declare, from the installed libraries.
 
-python -m tools.declared_keys > src/moefold/convert/declared_keys.json
+python -m tools.declared_keys > src/moefold/convert/families/declared_keys.json
 """
 
 import dataclasses
@@ -88,6 +88,6 @@ def format_table(table: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from moefold.convert.families import MODEL_TYPES
+    from moefold.convert.families.families import MODEL_TYPES
 
     sys.stdout.write(format_table(make_table(tuple(sorted(MODEL_TYPES)))))

@@ -208,7 +208,7 @@ def shrink_lines(recipe: Recipe) -> Iterator[str]:
 
 def family_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the config.json of each Hugging Face family that can express the model."""
-    from moefold.convert.hf_config import families_for
+    from moefold.convert.families.hf_config import families_for
 
     for family in families_for(recipe.cfg.model):
         yield from (f"{family.name} {line}" for line in flat(family.write(recipe.cfg.model)))
@@ -234,7 +234,7 @@ def seed_lines(recipe: Recipe) -> Iterator[str]:
 
 def tensor_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the tensors of each Hugging Face family, of the small model, with where each parameter goes."""
-    from moefold.convert.hf_config import families_for
+    from moefold.convert.families.hf_config import families_for
     from moefold.convert.weight_sources import family_mapping
 
     model = exportable(recipe, recipe.small.model)
@@ -251,7 +251,7 @@ def exportable(recipe: Recipe, small: Any) -> Any:
 
     Keys without effect then have the family's values, so that the checkpoint can be exported.
     """
-    from moefold.convert.hf_config import families_for, parse_model_config
+    from moefold.convert.families.hf_config import families_for, parse_model_config
 
     if family := next(families_for(recipe.cfg.model), None):
         restored = parse_model_config(family.write(small), Path(family.name))

@@ -1,6 +1,6 @@
 """Make the table of tokenizer classes that rebuild their tokenizer, from the installed transformers.
 
-python -m tools.tokenizer_classes > src/moefold/data/tokenizer_classes.json
+python -m tools.tokenizer_classes > src/moefold/data/hf_tokenizer/tokenizer_classes.json
 """
 
 import inspect
@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from moefold.data.tokenizer_folder import PLAIN_CLASSES, form_key
+from moefold.data.hf_tokenizer.tokenizer_folder import PLAIN_CLASSES, form_key
 
 REBUILDING_CLASSES = (
     "CohereTokenizer",

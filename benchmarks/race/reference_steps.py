@@ -12,7 +12,7 @@ from benchmarks.race.torch_baseline import ExpertsImplementation, TorchBaseline
 from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step, steer_embedding
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
-from moefold.convert.hf_config import families_for
+from moefold.convert.families.hf_config import families_for
 from moefold.errors import ConfigError
 from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.model.weight_init import init_weights

@@ -141,7 +141,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         return model, ""
     preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
-    from moefold.data.tokenizer_folder import JsonTokenizer
+    from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 
     try:
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size

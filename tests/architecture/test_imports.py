@@ -20,7 +20,7 @@ TORCH_FREE_MODULES = (
     "inference.settings",
     "inference.sampling",
     "inference.text",
-    "convert.hf_config",
+    "convert.families.hf_config",
     "convert.preflight",
 )
 """Single modules of other folders that commands import before they decide to import torch."""
@@ -60,7 +60,7 @@ def test_the_trainer_loads_few_modules_and_no_compiler():
     assert "parallel.parallelize" in loaded.modules
     assert len(loaded.modules) <= MAX_MODULES_OF_TRAINER
     folders = {folder for name in loaded.modules for folder in (name, name.split(".")[0])}
-    assert folders.isdisjoint((*UNUSED_BY_MOST_RUNS, "convert.families", "convert.hf_config"))
+    assert folders.isdisjoint((*UNUSED_BY_MOST_RUNS, "convert.families", "convert.families.hf_config"))
     assert {name.split(".")[0] for name in loaded.libraries} == {"torch", "numpy", "pydantic"}
     compilers = ("torch._dynamo", "torch._inductor", "torch.distributed.pipelining")
     assert [name for name in loaded.libraries if name.startswith(compilers)] == []

@@ -17,7 +17,7 @@ import moefold.checkpoint.stored_tensors
 import moefold.convert.export_folder
 import moefold.convert.import_folder
 import moefold.data.dataset
-import moefold.data.huggingface
+import moefold.data.sources.huggingface
 import moefold.inference.scoring
 import moefold.launch.memory_check
 import moefold.launch.ranks  # noqa: F401

@@ -178,7 +178,7 @@ def test_help_of_all_commands_imports_no_schema():
 HELP_OF_EACH_COMMAND = """
 import os
 import sys
-import moefold.convert.families
+import moefold.convert.families.families
 import moefold.planner.planner
 import moefold.train.start
 from moefold.cli.main import COMMANDS, main

@@ -1,9 +1,15 @@
 """A small model of each family, with every layer kind that its config.json can state."""
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import Constants, GatedSharedExpert, HunyuanSharedExpert, Renamed, SharedExperts
-from moefold.convert.families import FAMILIES
-from moefold.convert.layer_fields import (
+from moefold.convert.families.config_fields import (
+    Constants,
+    GatedSharedExpert,
+    HunyuanSharedExpert,
+    Renamed,
+    SharedExperts,
+)
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.layer_fields import (
     ExpertLayerRange,
     FirstKDense,
     MlpLayerTypes,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.convert.families import FILED_FAMILIES
-from moefold.convert.family import Family
-from moefold.convert.known_keys import declared_keys
+from moefold.convert.families.families import FILED_FAMILIES
+from moefold.convert.families.family import Family
+from moefold.convert.families.known_keys import declared_keys
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 CONFIG_MAPPING = transformers.CONFIG_MAPPING

@@ -9,7 +9,7 @@ import torch
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.weight_sources import HfSource, load_shards
 from moefold.model.transformer import build_model

@@ -9,7 +9,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.weight_sources import load_hf_weights
 from moefold.model.transformer import build_model
 

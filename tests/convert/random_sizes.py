@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from moefold.convert.family import Family
+from moefold.convert.families.family import Family
 from tests.convert.hf_models import EVEN, FILED, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN, options_of
 
 Sizes = dict[str, Any]

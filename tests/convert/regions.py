@@ -1,6 +1,6 @@
 """Regions of tensors."""
 
-from moefold.convert.tensor_mapping import Region, Shape
+from moefold.convert.families.tensor_mapping import Region, Shape
 
 
 def full_region(shape: Shape) -> Region:

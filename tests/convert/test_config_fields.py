@@ -9,12 +9,12 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import MultiHeadKeyValue
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
-from moefold.convert.hf_config import parse_model_config as read_keys
-from moefold.convert.layer_fields import SparseLayers, joined_layers
-from moefold.convert.rope_fields import RopeParameters
+from moefold.convert.families.config_fields import MultiHeadKeyValue
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import families_for, family_unsupported_reason, read_model_config
+from moefold.convert.families.hf_config import parse_model_config as read_keys
+from moefold.convert.families.layer_fields import SparseLayers, joined_layers
+from moefold.convert.families.rope_fields import RopeParameters
 from moefold.errors import ConfigError
 from tests.convert.family_models import model_of_family
 from tests.models import edit_model, model_of

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.hf_shards import MANIFEST_FILE, copy_sidecar_files
 from moefold.errors import ConfigError
 from moefold.inference.load import load_model

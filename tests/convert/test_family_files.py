@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from moefold.cli.main import main
 from moefold.config.model import ModelConfig
-from moefold.convert import family_files
-from moefold.convert.families import FAMILIES, UNSUPPORTED_FAMILIES
-from moefold.convert.hf_config import inspect_config
+from moefold.convert.families import family_files
+from moefold.convert.families.families import FAMILIES, UNSUPPORTED_FAMILIES
+from moefold.convert.families.hf_config import inspect_config
+from moefold.convert.families.known_keys import Json
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.known_keys import Json
 from moefold.convert.weight_sources import HfSource
 from moefold.errors import ConfigError
 from tests.convert.hf_folders import add_tokenizer, loaded_in_silence

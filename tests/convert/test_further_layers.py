@@ -15,11 +15,11 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import read_model_config
+from moefold.convert.families.mtp import tensor_names
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import MANIFEST_FILE, needs_mtp_file
-from moefold.convert.mtp import tensor_names
 from moefold.convert.weight_sources import load_hf_weights
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.convert.families import FAMILIES, MODEL_TYPES
-from moefold.convert.hf_config import inspect_config, inspect_folder
-from moefold.convert.known_keys import KeyReport, config_known_keys, declared_keys
+from moefold.convert.families.families import FAMILIES, MODEL_TYPES
+from moefold.convert.families.hf_config import inspect_config, inspect_folder
+from moefold.convert.families.known_keys import KeyReport, config_known_keys, declared_keys
 from moefold.errors import ConfigError
 from tests.convert.family_models import model_of_family
 from tools.declared_keys import family_keys, format_table, make_table
@@ -159,7 +159,7 @@ def test_the_whole_table_is_made_by_its_command():
     table = declared_keys()
     if table.versions != {"transformers": transformers.__version__, "peft": peft.__version__}:
         pytest.skip(f"the table is of {table.versions}")
-    path = Path(__file__).parents[2] / "src/moefold/convert/declared_keys.json"
+    path = Path(__file__).parents[2] / "src/moefold/convert/families/declared_keys.json"
     assert format_table(make_table(tuple(sorted(MODEL_TYPES)))) == path.read_text()
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
 from moefold.config.lora import LoraConfig
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import find_family, read_hf_config, read_model_config
-from moefold.convert.peft import split_targets
-from moefold.convert.peft_names import read_stacked, stacked_parameters, write_stacked
+from moefold.convert.adapters.peft import split_targets
+from moefold.convert.adapters.peft_names import read_stacked, stacked_parameters, write_stacked
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import find_family, read_hf_config, read_model_config
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.hf_config import read_model_config
 from moefold.errors import ConfigError
 from tests.convert.hf_models import LONGROPE, logits_of, make_model, save_model, tokens_of
 from tests.convert.our_logits import SEQ_LEN, our_logits

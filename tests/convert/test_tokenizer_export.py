@@ -10,7 +10,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import counted, read_meta
 from moefold.cli.main import main
 from moefold.convert.tokenizer_export import choose_tokenizer
-from moefold.data.tokenizer_folder import JsonTokenizer
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from tests.convert.hf_models import make_model, save_model, transformers
 from tests.convert.tokenizer_folders import END, SIZES, TEXT, export, make_import, make_tokenizer, place, train
 

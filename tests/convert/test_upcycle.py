@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.convert.hf_config import read_model_config
+from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import UpcycledSource, load_initial_weights
 from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason

@@ -10,9 +10,9 @@ from moefold.checkpoint import streaming_io
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
 from moefold.convert import weight_sources
+from moefold.convert.families.tensor_mapping import SliceMapping
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.safetensors_file import read_header
-from moefold.convert.tensor_mapping import SliceMapping
 from moefold.convert.weight_sources import HfSource
 from tests.convert.hf_folders import add_tokenizer, assert_same_folder
 from tests.convert.hf_models import make_model, save_model

@@ -8,8 +8,14 @@ import pytest
 import tokenizers
 
 from moefold.config.data import DataConfig
-from moefold.data.chat import BYTES_TEMPLATE, ChatRequest, ChatTemplate, TemplateLimits, load_chat_template
-from moefold.data.limited_process import LimitedProcess
+from moefold.data.conversations.chat import (
+    BYTES_TEMPLATE,
+    ChatRequest,
+    ChatTemplate,
+    TemplateLimits,
+    load_chat_template,
+)
+from moefold.data.hf_tokenizer.limited_process import LimitedProcess
 from moefold.errors import ConfigError
 
 CHAT = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moefold.data.conversation_format import parse_conversation
-from moefold.data.file_formats import JsonlRecord
+from moefold.data.conversations.conversation_format import parse_conversation
+from moefold.data.sources.file_formats import JsonlRecord
 from moefold.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from moefold.cache_dir import default_cache_dir
 from moefold.config.data import DataConfig
-from moefold.data.chat import ChatTemplate, load_chat_template
+from moefold.data.conversations.chat import ChatTemplate, load_chat_template
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.sft import TokenizedConversations, open_conversations
 from moefold.data.tokenizer import ByteTokenizer
-from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
 U, A = {"role": "user", "content": "Hello there?"}, {"role": "assistant", "content": "yes, the quick fox"}

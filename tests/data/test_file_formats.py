@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.data.file_formats import column_text, jsonl_records
 from moefold.data.input_paths import is_jsonl
+from moefold.data.sources.file_formats import column_text, jsonl_records
 from moefold.errors import ConfigError
 
 

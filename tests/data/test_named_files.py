@@ -12,13 +12,13 @@ import pytest
 from moefold.bounded_read import read_text
 from moefold.config.data import DataConfig
 from moefold.data.fingerprint import fingerprint
-from moefold.data.huggingface import text_tables
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.input_paths import existing_path
 from moefold.data.sft import conversation_files
 from moefold.data.source_listing import settings_files
-from moefold.data.text_source import text_corpus
+from moefold.data.sources.huggingface import text_tables
+from moefold.data.sources.text_source import text_corpus
 from moefold.data.token_file import TokenFileStream, token_files
-from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.recipe import load_config
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemotePath

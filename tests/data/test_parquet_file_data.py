@@ -8,7 +8,7 @@ pytest.importorskip("pyarrow", reason="pyarrow comes with the extra `hf`")
 import pyarrow
 import pyarrow.parquet
 
-from moefold.data.file_formats import column_values, open_parquet
+from moefold.data.sources.file_formats import column_values, open_parquet
 from moefold.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ import pytest
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
-from moefold.data.file_formats import JsonlRecord, parse_line
 from moefold.data.preference import cut_lengths, parse_labelled, parse_pair
+from moefold.data.sources.file_formats import JsonlRecord, parse_line
 from moefold.errors import ConfigError
 
 TEMPLATE = (

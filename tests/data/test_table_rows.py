@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data.huggingface import text_tables
 from moefold.data.skip_corrupt import skipped_files
-from moefold.data.table_rows import text_rows
+from moefold.data.sources.huggingface import text_tables
+from moefold.data.sources.table_rows import text_rows
 from moefold.errors import ConfigError
 
 pa = pytest.importorskip("pyarrow")

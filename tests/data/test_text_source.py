@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.data.text_source import CHUNK_BYTES, Corpus, TextChunk, python_docs_corpus, text_corpus
+from moefold.data.sources.text_source import CHUNK_BYTES, Corpus, TextChunk, python_docs_corpus, text_corpus
 from moefold.errors import ConfigError
 
 

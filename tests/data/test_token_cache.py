@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import cache_folders, default_cache_dir
-from moefold.data.text_source import text_corpus
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
+from moefold.data.sources.text_source import text_corpus
 from moefold.data.token_cache import cache_key, cached_tokens, is_complete
 from moefold.data.tokenizer import ByteTokenizer, Tokenizer
-from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
 from .conftest import make_text
@@ -114,7 +114,7 @@ import sys, time, zlib
 from pathlib import Path
 import numpy as np
 from moefold.data.token_cache import cached_tokens
-from moefold.data.text_source import text_corpus
+from moefold.data.sources.text_source import text_corpus
 from moefold.data.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, encode_documents, load_tokenizer, refuse_nul
-from moefold.data.tokenizer_folder import JsonTokenizer
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
+from moefold.data.tokenizer import (
+    ByteTokenizer,
+    NumberTokenizer,
+    encode_documents,
+    load_tokenizer,
+    refuse_nul,
+)
 from moefold.errors import ConfigError
 
 from .conftest import make_text

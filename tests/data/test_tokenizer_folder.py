@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moefold.data.tokenizer_folder import ClassTable, JsonTokenizer, read_tokenizer_folder
+from moefold.data.hf_tokenizer.tokenizer_folder import ClassTable, JsonTokenizer, read_tokenizer_folder
 from moefold.errors import ConfigError
 from tests.slow import slow
 from tools.tokenizer_classes import make_table
@@ -290,4 +290,4 @@ def test_the_table_of_classes_equals_the_installed_transformers():
     for name, entry in made["classes"].items():
         assert entry == shipped.classes[name], "python -m tools.tokenizer_classes > .../tokenizer_classes.json"
     missing = {name for name in made["model_types"] if made["model_types"][name] != shipped.model_types.get(name)}
-    assert not missing, "python -m tools.tokenizer_classes > src/moefold/data/tokenizer_classes.json"
+    assert not missing, "python -m tools.tokenizer_classes > src/moefold/data/hf_tokenizer/tokenizer_classes.json"

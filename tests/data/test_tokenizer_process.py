@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.data.limited_process import LimitedProcess
-from moefold.data.tokenizer_folder import JsonTokenizer
-from moefold.data.tokenizer_process import TokenizerLimits
+from moefold.data.hf_tokenizer.limited_process import LimitedProcess
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
+from moefold.data.hf_tokenizer.tokenizer_process import TokenizerLimits
 from moefold.errors import ConfigError
 
 from .conftest import make_text
@@ -88,7 +88,7 @@ def test_ids_offsets_and_text_equal_the_package(make_tokenizer_file, monkeypatch
     assert ours.encode_batch([]) == []
     with pytest.raises(ConfigError, match="cannot make tokens of a text"):
         ours.encode("\ud800")
-    monkeypatch.setattr("moefold.data.tokenizer_process.BATCH_BYTES", 50)
+    monkeypatch.setattr("moefold.data.hf_tokenizer.tokenizer_process.BATCH_BYTES", 50)
     assert [ids.tolist() for ids in ours.encode_batch(texts)] == [
         theirs.encode(text, add_special_tokens=False).ids for text in texts
     ]

@@ -8,7 +8,7 @@ import tokenizers
 
 from moefold.cli.main import main
 from moefold.config.data import DataConfig
-from moefold.data.chat import end_of_turn_marker, load_chat_template
+from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source

@@ -9,7 +9,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.recipe_differences import data_order_change, sample_order
 from moefold.config.schema import Config
-from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
+from moefold.data.conversations.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation

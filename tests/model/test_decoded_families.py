@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import parse_model_config
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import parse_model_config
 from moefold.model.block import Block
 from moefold.model.fused_block import fused_unsupported_reason, layer_weights, supports_fused_head
 from moefold.model.transformer import build_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import parse_model_config
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import parse_model_config
 from moefold.errors import ConfigError
 from moefold.model.rope import RopeTable, build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope

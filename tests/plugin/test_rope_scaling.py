@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moefold.config.part import describe_part
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import family_unsupported_reason
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import family_unsupported_reason
 from moefold.errors import ConfigError
 from moefold.model.rope import rope_frequencies
 from moefold.recipe import load_config

@@ -18,14 +18,14 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.run import RunConfig
 from moefold.data.fingerprint import matches_fingerprint
-from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, existing_path
-from moefold.data.tokenizer_folder import (
+from moefold.data.hf_tokenizer.tokenizer_folder import (
     TEMPLATE_DIR,
     declaring_files,
     has_same_content_hash,
     read_tokenizer_folder,
     tokenizer_file,
 )
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, existing_path
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemotePath, is_remote

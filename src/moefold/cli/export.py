@@ -8,7 +8,7 @@ from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_run import conversion_job, conversion_summary
 from moefold.cli.inference_options import report_skipped_for
-from moefold.convert.families import FAMILIES
+from moefold.convert.families.families import FAMILIES
 from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
         if world.is_rank0:
             report_skipped_for(checkpoint, checkpoint_path)
         if has_adapters and not args.merge:
-            from moefold.convert.peft import export_adapters
+            from moefold.convert.adapters.peft import export_adapters
 
             conversion = export_adapters(checkpoint_path, out, world, dtype=args.dtype, on_bytes=advance)
         else:

@@ -5,8 +5,8 @@ import argparse
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option
-from moefold.convert.known_keys import KeyReport
-from moefold.convert.peft_config import check_adapters, is_peft_folder
+from moefold.convert.adapters.peft_config import check_adapters, is_peft_folder
+from moefold.convert.families.known_keys import KeyReport
 from moefold.convert.preflight import check_import, check_out, weights_path
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
         from moefold.convert.import_folder import ImportOptions, import_folder
 
         if has_adapters:
-            from moefold.convert.peft import import_adapters
+            from moefold.convert.adapters.peft import import_adapters
 
             conversion = import_adapters(folder, out, world, base, ignored_keys=args.ignore_key, on_bytes=advance)
         else:

@@ -11,7 +11,7 @@ from moefold.cache_dir import cache_folders
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
-from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
 from moefold.hub import check_hub_package, check_repo_name, files_to_push, push_folder

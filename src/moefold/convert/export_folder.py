@@ -31,9 +31,9 @@ from moefold.checkpoint.streaming_io import (
 from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.model import ModelConfig
 from moefold.convert.atomic_dir import atomic_directory
-from moefold.convert.families import FAMILIES, MODEL_TYPES
-from moefold.convert.family import Family
-from moefold.convert.hf_config import (
+from moefold.convert.families.families import FAMILIES, MODEL_TYPES
+from moefold.convert.families.family import Family
+from moefold.convert.families.hf_config import (
     QUANTIZATION_KEY,
     families_for,
     family_unsupported_reason,
@@ -43,6 +43,9 @@ from moefold.convert.hf_config import (
     read_hf_config,
     text_config,
 )
+from moefold.convert.families.known_keys import ALL_KEYS
+from moefold.convert.families.mtp import count_mtp_layers, mtp_layer_numbers
+from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
@@ -60,9 +63,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
-from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
-from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
 from moefold.convert.quantized_tensors import Quantization, QuantizationKind, expand_files, plan_quantization
 from moefold.convert.safetensors_file import (
@@ -76,7 +77,6 @@ from moefold.convert.safetensors_file import (
     create_file,
     plan_file_layout,
 )
-from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
 from moefold.convert.weight_sources import (
     MTP_REASON,

@@ -12,8 +12,8 @@ from typing import Any
 
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.model import ModelConfig
-from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.hf_config import (
+from moefold.convert.families.family import Family, MultimodalFolder
+from moefold.convert.families.hf_config import (
     QUANTIZATION_KEY,
     find_family,
     multimodal_folder,
@@ -21,7 +21,7 @@ from moefold.convert.hf_config import (
     read_hf_config,
     text_config,
 )
-from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
+from moefold.convert.families.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
 from moefold.errors import ConfigError

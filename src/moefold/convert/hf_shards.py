@@ -19,14 +19,14 @@ from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.families import FAMILIES
-from moefold.convert.family import Family
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.family import Family
+from moefold.convert.families.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, is_mtp_tensor, mtp_layer_numbers
+from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
-from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, is_mtp_tensor, mtp_layer_numbers
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation
-from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weight_sources import group_by_parameters
-from moefold.data.tokenizer_folder import TEMPLATE_DIR
+from moefold.data.hf_tokenizer.tokenizer_folder import TEMPLATE_DIR
 from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import RemotePath

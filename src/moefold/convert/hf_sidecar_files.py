@@ -4,9 +4,9 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.model import ModelConfig
-from moefold.convert.family import Family
+from moefold.convert.families.family import Family
+from moefold.data.hf_tokenizer.tokenizer_folder import missing_file_reason, read_tokenizer_folder, tokenizer_file
 from moefold.data.input_paths import TOKENIZER_FILE
-from moefold.data.tokenizer_folder import missing_file_reason, read_tokenizer_folder, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy
 from moefold.remote_path import is_remote

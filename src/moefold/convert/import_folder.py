@@ -25,7 +25,8 @@ from moefold.config.part import keys_of
 from moefold.config.part_table import toml_value
 from moefold.config.upgrade import FORMAT
 from moefold.convert.atomic_dir import atomic_directory
-from moefold.convert.hf_config import parse_model_config
+from moefold.convert.families.hf_config import parse_model_config
+from moefold.convert.families.known_keys import ALL_KEYS
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_shards import (
     Manifest,
@@ -38,12 +39,11 @@ from moefold.convert.hf_shards import (
     write_manifest,
 )
 from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, tokenizer_unsupported_reason
-from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, TensorLocation, read_metadata
 from moefold.convert.weight_sources import HfSource, TensorHashes, WeightSource, share_of_rank, verify_against_folder
-from moefold.data.tokenizer_folder import tokenizer_file
+from moefold.data.hf_tokenizer.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.remote_path import is_remote

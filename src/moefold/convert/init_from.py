@@ -27,13 +27,13 @@ from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.hf_config import inspect_folder, is_hf_folder
+from moefold.convert.families.hf_config import inspect_folder, is_hf_folder
+from moefold.convert.families.known_keys import ALL_KEYS
+from moefold.convert.families.tensor_mapping import Region, Shape
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
-from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import export_message, read_model, resolve_weights_folder, upcycle_scale, weights_path
-from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weight_sources import WeightSource, load_shards, open_weights, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter

@@ -20,13 +20,13 @@ from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, 
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
+from moefold.convert.families.tensor_mapping import Region, Shape
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
 from moefold.convert.preflight import read_model
-from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
+from moefold.data.hf_tokenizer.tokenizer_folder import tokenizer_file
 from moefold.data.input_paths import existing_path
-from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.remote_path import is_remote

@@ -18,7 +18,7 @@ from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import build_part, minimal_form, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys
-from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config, read_settings
 from moefold.cost.flops import count_parameters

@@ -23,16 +23,16 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import shown_value
 from moefold.config.plugins import MissingPartError
-from moefold.convert.families import FAMILIES
-from moefold.convert.hf_config import (
+from moefold.convert.families.families import FAMILIES
+from moefold.convert.families.hf_config import (
     families_for,
     family_unsupported_reason,
     inspect_folder,
     is_hf_folder,
     read_model_config,
 )
+from moefold.convert.families.known_keys import KeyReport
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
-from moefold.convert.known_keys import KeyReport
 from moefold.convert.run_config import missing_parts
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.convert.family import Family
+from moefold.convert.families.family import Family
+from moefold.convert.families.tensor_mapping import Shape, StateDictMapping
 from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLocation, bytes_of
-from moefold.convert.tensor_mapping import Shape, StateDictMapping
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.state_bytes import QUANTIZED_PARTS
 from moefold.errors import ConfigError

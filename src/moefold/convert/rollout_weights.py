@@ -9,13 +9,13 @@ import torch
 
 from moefold.checkpoint.streaming_io import split_into_chunks
 from moefold.comm.groups import World, current_world, raise_on_all_ranks
-from moefold.convert.hf_config import QUANTIZATION_KEY
+from moefold.convert.families.hf_config import QUANTIZATION_KEY
+from moefold.convert.families.known_keys import ALL_KEYS
+from moefold.convert.families.mtp import INDEX_FILE
+from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import TensorSpecs, write_index
-from moefold.convert.known_keys import ALL_KEYS
-from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
-from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weight_sources import HfSource, assemble_rows, group_by_parameters
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, format_list

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.convert.mtp import MAX_HEADER_BYTES
+from moefold.convert.families.mtp import MAX_HEADER_BYTES
 from moefold.errors import ConfigError
 from moefold.remote_path import RemotePath
 

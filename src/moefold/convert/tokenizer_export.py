@@ -19,10 +19,18 @@ from moefold.checkpoint.run_tokenizer import (
     trained_tokenizer,
 )
 from moefold.config.data import DataConfig
-from moefold.convert.hf_config import is_hf_folder
+from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
-from moefold.data.chat import end_of_turn_marker, load_chat_template
+from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
+from moefold.data.hf_tokenizer.tokenizer_folder import (
+    SLOW_FILES,
+    UNREAD_FILES,
+    JsonTokenizer,
+    declaring_files,
+    read_tokenizer_folder,
+    tokenizer_file,
+)
 from moefold.data.input_paths import (
     ADDED_TOKENS_FILE,
     CHAT_TEMPLATE_FILE,
@@ -34,14 +42,6 @@ from moefold.data.input_paths import (
     existing_path,
 )
 from moefold.data.tokenizer import ByteTokenizer
-from moefold.data.tokenizer_folder import (
-    SLOW_FILES,
-    UNREAD_FILES,
-    JsonTokenizer,
-    declaring_files,
-    read_tokenizer_folder,
-    tokenizer_file,
-)
 from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
 from moefold.message_text import Problem, format_list

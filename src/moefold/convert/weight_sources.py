@@ -19,15 +19,15 @@ from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, Tens
 from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig
-from moefold.convert.family import Family, TensorRules
-from moefold.convert.hf_config import is_hf_folder, multimodal_folder
+from moefold.convert.families.family import Family, TensorRules
+from moefold.convert.families.hf_config import is_hf_folder, multimodal_folder
+from moefold.convert.families.known_keys import ALL_KEYS
+from moefold.convert.families.mtp import is_mtp_tensor, uncounted_tensors
+from moefold.convert.families.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
-from moefold.convert.known_keys import ALL_KEYS
-from moefold.convert.mtp import is_mtp_tensor, uncounted_tensors
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, bytes_of
-from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError

@@ -41,8 +41,8 @@ from moefold.integer_hash import draw_bits, hash_ints
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
-    from moefold.data.huggingface import TextTables
-    from moefold.data.text_source import Corpus
+    from moefold.data.sources.huggingface import TextTables
+    from moefold.data.sources.text_source import Corpus
 
 logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
@@ -299,7 +299,7 @@ class _DatasetBuilder:
         )
 
     def _stream(self, tokenizer: Tokenizer) -> Sampler:
-        from moefold.data.huggingface import text_tables
+        from moefold.data.sources.huggingface import text_tables
         from moefold.data.streaming_sampler import StreamingSampler
 
         texts = text_tables(self.data, self.data.split, self._skipped)
@@ -361,10 +361,10 @@ def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:
 
 def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "Corpus | TextTables":
     if data.kind == "huggingface":
-        from moefold.data.huggingface import text_tables
+        from moefold.data.sources.huggingface import text_tables
 
         return text_tables(data, split, skipped)
-    from moefold.data.text_source import python_docs_corpus, text_corpus
+    from moefold.data.sources.text_source import python_docs_corpus, text_corpus
 
     if data.kind == "text":
         return text_corpus(data.path, skipped)

@@ -15,9 +15,8 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.data.chat import Message
-from moefold.data.conversation_format import parse_messages
-from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
+from moefold.data.conversations.chat import Message
+from moefold.data.conversations.conversation_format import parse_messages
 from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
 from moefold.data.scored_conversations import prompt_hash
 from moefold.data.sft import (
@@ -28,6 +27,7 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
+from moefold.data.sources.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.config.data import DataConfig
-from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
-from moefold.data.conversation_format import parse_messages
-from moefold.data.conversation_tokens import SkippedRows
-from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
+from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
+from moefold.data.conversations.conversation_format import parse_messages
+from moefold.data.conversations.conversation_tokens import SkippedRows
+from moefold.data.conversations.reward_prompt import RewardPrompt
 from moefold.data.index_shuffle import IndexShuffle
-from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
+from moefold.data.sources.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul
 from moefold.errors import ConfigError

@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
-from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
-from moefold.data.conversation_format import parse_conversation
-from moefold.data.conversation_tokens import (
+from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
+from moefold.data.conversations.conversation_format import parse_conversation
+from moefold.data.conversations.conversation_tokens import (
     RowReport,
     SkippedRows,
     TokenizedConversation,
     stored_notes,
     tokenize_conversations,
 )
-from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below, is_jsonl
 from moefold.data.sample import Sample, SampleSource, fill_up, packed_sample
 from moefold.data.shard_reader import ShardReader
+from moefold.data.sources.file_formats import JsonlRecord, jsonl_records
 from moefold.data.token_cache import cached_ids, npy_header
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer

@@ -95,9 +95,9 @@ def _validate_files_cached(data: DataConfig, files: list[Path]) -> dict[str, str
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
     """Read a whole file, and return the reason why it is unreadable; empty if it is readable."""
-    from moefold.data.file_formats import ColumnError, jsonl_records
-    from moefold.data.table_rows import check_rows_readable
-    from moefold.data.text_source import TextFile, check_decodable
+    from moefold.data.sources.file_formats import ColumnError, jsonl_records
+    from moefold.data.sources.table_rows import check_rows_readable
+    from moefold.data.sources.text_source import TextFile, check_decodable
 
     try:
         if data.kind == "text":

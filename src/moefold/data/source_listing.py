@@ -27,7 +27,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
         ConfigError: a path is missing.
     """
     if data.kind == "python-docs":
-        from moefold.data.text_source import python_docs_corpus
+        from moefold.data.sources.text_source import python_docs_corpus
 
         return [(file.path.name, file.path) for file in python_docs_corpus().files]
     if data.kind in ("synthetic", "program", "task"):

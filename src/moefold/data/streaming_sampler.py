@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.huggingface import TextTables
 from moefold.data.index_shuffle import IndexShuffle
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
+from moefold.data.sources.huggingface import TextTables
 from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError
 from moefold.integer_hash import hash_ints

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import batch_by_size
 from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
-from moefold.data.text_source import Corpus, TextChunk
+from moefold.data.sources.text_source import Corpus, TextChunk
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError
@@ -29,7 +29,7 @@ from moefold.message_text import Problem
 from moefold.progress import ReadProgress
 
 if TYPE_CHECKING:
-    from moefold.data.huggingface import TextTables
+    from moefold.data.sources.huggingface import TextTables
 
 FORMAT_VERSION = 1
 _BATCH_CHARACTERS = 2**22

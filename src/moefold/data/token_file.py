@@ -578,7 +578,7 @@ def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: s
     Raises:
         ConfigError: files were made with another tokenizer.
     """
-    from moefold.data.tokenizer_folder import JsonTokenizer
+    from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 
     if isinstance(tokenizer, NumberTokenizer):
         return ""

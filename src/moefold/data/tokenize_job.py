@@ -24,8 +24,10 @@ from moefold.bounded_read import (
     open_regular,
     read_json,
 )
-from moefold.data.conversation_tokens import SkippedRows
-from moefold.data.file_formats import (
+from moefold.data.conversations.conversation_tokens import SkippedRows
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
+from moefold.data.sources.file_formats import (
     JsonlRecord,
     column_text,
     column_values,
@@ -35,12 +37,10 @@ from moefold.data.file_formats import (
     parse_line,
     unknown_column_message,
 )
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
-from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
+from moefold.data.sources.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_cache import is_complete_array, write_tokens
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
-from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file

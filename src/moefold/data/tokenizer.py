@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
-    from moefold.data.tokenizer_process import TokenTable
+    from moefold.data.hf_tokenizer.tokenizer_process import TokenTable
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ByteTokenizer(OffsetTokenizer):
 
     def token_table(self) -> "TokenTable":
         """Return the bytes. No id is special."""
-        from moefold.data.tokenizer_process import TokenTable
+        from moefold.data.hf_tokenizer.tokenizer_process import TokenTable
 
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
@@ -122,7 +122,7 @@ class NumberTokenizer(Tokenizer):
 
     def token_table(self) -> "TokenTable":
         """Return the numbers. No id is special."""
-        from moefold.data.tokenizer_process import TokenTable
+        from moefold.data.hf_tokenizer.tokenizer_process import TokenTable
 
         return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
@@ -148,7 +148,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     if data.tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     else:
-        from moefold.data.tokenizer_folder import JsonTokenizer
+        from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 
         tokenizer = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer))
     if tokenizer.vocab_size > vocab_size:

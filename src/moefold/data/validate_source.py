@@ -8,7 +8,7 @@ from moefold.data.dataset import check_enough_tokens, check_no_data_path
 from moefold.data.input_paths import data_paths, files_below, is_jsonl
 from moefold.data.sampler import split_samples
 from moefold.data.skip_corrupt import skipped_files
-from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
+from moefold.data.sources.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import compare_tokenizers, open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
@@ -26,7 +26,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     modules of the recipe's kind of data are imported.
     """
     if data.kind == "huggingface":
-        from moefold.data.huggingface import check_package
+        from moefold.data.sources.huggingface import check_package
 
         check_package()
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
@@ -39,14 +39,14 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
     if data.reads_rows:
-        from moefold.data.chat import load_chat_template
+        from moefold.data.conversations.chat import load_chat_template
         from moefold.data.sft import conversation_files
 
         conversation_files(data)
         load_chat_template(data, tokenizer)
         return
     if data.kind == "huggingface":
-        from moefold.data.huggingface import text_tables
+        from moefold.data.sources.huggingface import text_tables
 
         for split in (data.split, data.validation_split):
             if split:

@@ -14,8 +14,8 @@ import numpy as np
 from moefold.checkpoint.integrity import check_file_sizes
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_sizes
-from moefold.data.chat import end_of_turn_marker
-from moefold.data.reward_prompt import override_want
+from moefold.data.conversations.chat import end_of_turn_marker
+from moefold.data.conversations.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, refuse_existing

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
-from moefold.data.chat import ChatTemplate
+from moefold.data.conversations.chat import ChatTemplate
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env

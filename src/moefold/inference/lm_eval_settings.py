@@ -7,8 +7,8 @@ from typing import Any
 
 from moefold.config.plugins import import_files
 from moefold.config.schema import Config
-from moefold.data.chat import ChatTemplate
-from moefold.data.reward_prompt import override_want
+from moefold.data.conversations.chat import ChatTemplate
+from moefold.data.conversations.reward_prompt import override_want
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.settings import InferenceRequest, inference_config

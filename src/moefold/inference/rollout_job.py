@@ -11,8 +11,8 @@ from typing import Literal
 from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
+from moefold.data.conversations.reward_prompt import override_want
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
-from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, refuse_existing

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
-from moefold.data.chat import end_of_turn_marker, load_chat_template
+from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import StopCondition

@@ -11,13 +11,13 @@ from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, 
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.convert.hf_config import inspect_folder, is_hf_folder, read_hf_config
+from moefold.convert.families.hf_config import inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_settings
+from moefold.data.conversations.reward_prompt import RewardPrompt, stored_reward_prompt
+from moefold.data.hf_tokenizer.tokenizer_folder import tokenizer_file
 from moefold.data.input_paths import CHAT_TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE, existing_path
-from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
-from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 

@@ -10,13 +10,13 @@ from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
 from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
-from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.file_formats import refuse_surrogates
+from moefold.data.conversations.chat import ChatTemplate, load_chat_template
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
+from moefold.data.sources.file_formats import refuse_surrogates
 from moefold.data.token_file import TokenFile, compare_tokenizers, read_npy_header, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
-from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 from moefold.message_text import Problem, Setting, spelled_as

@@ -88,8 +88,8 @@ def load_model_spec(name: str) -> ModelSpec:
     """
     # Lazy imports: the families of Hugging Face take longer to import than a preset needs.
     if is_hub_url(name) or Path(name).name == "config.json" or Path(name).is_dir():
-        from moefold.convert.hf_config import read_model_config
-        from moefold.convert.known_keys import ALL_KEYS
+        from moefold.convert.families.hf_config import read_model_config
+        from moefold.convert.families.known_keys import ALL_KEYS
     if is_hub_url(name):
         return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS), ALL_KEYS))
     path = Path(name)

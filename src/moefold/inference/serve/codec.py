@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
+from moefold.data.conversations.chat import ChatRequest, ChatTemplate, end_of_turn_marker
+from moefold.data.hf_tokenizer.tokenizer_process import TokenTable
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, refuse_nul
-from moefold.data.tokenizer_process import TokenTable
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
 from moefold.inference.serve.grammar import GrammarError, JsonGrammars

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_sizes
-from moefold.data.reward_prompt import override_want
+from moefold.data.conversations.reward_prompt import override_want
 from moefold.errors import ConfigError
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv

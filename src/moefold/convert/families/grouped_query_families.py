@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import (
+from moefold.convert.families.config_fields import (
     MTP_LAYERS,
     AttentionMultiplier,
     ConfigField,
@@ -25,7 +25,7 @@ from moefold.convert.config_fields import (
     renamed,
     setting_of,
 )
-from moefold.convert.family import (
+from moefold.convert.families.family import (
     MTP,
     Family,
     MultimodalFolder,
@@ -38,8 +38,8 @@ from moefold.convert.family import (
     stacked_experts,
     untransposed_experts,
 )
-from moefold.convert.known_keys import Json, mark_read
-from moefold.convert.layer_fields import (
+from moefold.convert.families.known_keys import Json, mark_read
+from moefold.convert.families.layer_fields import (
     EveryNthFull,
     ExpertLayerRange,
     FirstKDense,
@@ -50,8 +50,8 @@ from moefold.convert.layer_fields import (
     last_layers_slide,
     mapped_layer_types,
 )
-from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import TensorBlock
+from moefold.convert.families.rope_fields import RopeParameters
+from moefold.convert.families.tensor_mapping import TensorBlock
 from moefold.errors import ConfigError
 
 _GRANITE: tuple[ConfigField, ...] = (

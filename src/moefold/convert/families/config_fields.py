@@ -13,7 +13,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import NONE
 from moefold.config.suggestions import default_of, tables
-from moefold.convert.known_keys import Json, mark_read, plain
+from moefold.convert.families.known_keys import Json, mark_read, plain
 from moefold.errors import ConfigError
 
 REQUIRED = object()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import (
+from moefold.convert.families.config_fields import (
     NUM_LAYERS,
     AllowedValues,
     ConfigField,
@@ -22,9 +22,9 @@ from moefold.convert.config_fields import (
     renamed,
     same,
 )
-from moefold.convert.known_keys import Json, overlay
-from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import (
+from moefold.convert.families.known_keys import Json, overlay
+from moefold.convert.families.rope_fields import RopeParameters
+from moefold.convert.families.tensor_mapping import (
     ByAttention,
     GroupedRows,
     PerExpertTensors,

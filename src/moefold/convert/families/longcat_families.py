@@ -9,8 +9,8 @@ from typing import Any
 
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import AllowedValues, Constants, Renamed, allowed, renamed
-from moefold.convert.family import (
+from moefold.convert.families.config_fields import AllowedValues, Constants, Renamed, allowed, renamed
+from moefold.convert.families.family import (
     Family,
     TensorRules,
     backbone_fields,
@@ -21,8 +21,8 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.known_keys import Json
-from moefold.convert.rope_fields import RopeParameters
+from moefold.convert.families.known_keys import Json
+from moefold.convert.families.rope_fields import RopeParameters
 
 
 @dataclass(frozen=True)

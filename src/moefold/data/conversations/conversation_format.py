@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.config.suggestions import closest_match
-from moefold.data.file_formats import JsonlRecord, column_text, refuse_surrogates, unknown_column_message
+from moefold.data.sources.file_formats import JsonlRecord, column_text, refuse_surrogates, unknown_column_message
 from moefold.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, classify_keys, declared_keys, join_reports
+from moefold.convert.families.known_keys import (
+    VOID,
+    KeyReader,
+    KeyReport,
+    KnownKeys,
+    classify_keys,
+    declared_keys,
+    join_reports,
+)
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError
 from moefold.message_text import format_list

@@ -4,8 +4,8 @@ import pkgutil
 from importlib import import_module
 from operator import attrgetter
 
-from moefold.convert import family_files
-from moefold.convert.config_fields import (
+from moefold.convert.families import family_files
+from moefold.convert.families.config_fields import (
     MTP_LAYERS,
     ConfigField,
     Constants,
@@ -19,7 +19,7 @@ from moefold.convert.config_fields import (
     num_experts,
     renamed,
 )
-from moefold.convert.family import (
+from moefold.convert.families.family import (
     GATED_SHARED_EXPERT,
     MLA,
     MTP,
@@ -32,8 +32,13 @@ from moefold.convert.family import (
     layouts,
     mixtral_layouts,
 )
-from moefold.convert.grouped_query_families import LLAMA4_FAMILIES, PHI_FAMILIES, SIGMOID_FAMILIES, SOFTMAX_FAMILIES
-from moefold.convert.layer_fields import (
+from moefold.convert.families.grouped_query_families import (
+    LLAMA4_FAMILIES,
+    PHI_FAMILIES,
+    SIGMOID_FAMILIES,
+    SOFTMAX_FAMILIES,
+)
+from moefold.convert.families.layer_fields import (
     FirstKDense,
     IndexerTypes,
     MlpLayerTypes,
@@ -42,9 +47,9 @@ from moefold.convert.layer_fields import (
     SparseLayers,
     UniformWindow,
 )
-from moefold.convert.linear_families import KDA_FAMILIES, LFM2_FAMILIES, QWEN_HYBRID_FAMILIES
-from moefold.convert.longcat_families import LONGCAT_FAMILIES
-from moefold.convert.rope_fields import RopeParameters
+from moefold.convert.families.linear_families import KDA_FAMILIES, LFM2_FAMILIES, QWEN_HYBRID_FAMILIES
+from moefold.convert.families.longcat_families import LONGCAT_FAMILIES
+from moefold.convert.families.rope_fields import RopeParameters
 
 _GPT_OSS = {
     **layer_rules(

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
-from moefold.data.file_formats import refuse_surrogates
+from moefold.data.conversations.chat import ChatRequest, ChatTemplate, RenderedChat
+from moefold.data.sources.file_formats import refuse_surrogates
 from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import allowed
-from moefold.convert.families import DECODER_FAMILIES
-from moefold.convert.family import grouped, layer_rules, layouts
-from moefold.convert.tensor_mapping import TensorBlock
+from moefold.convert.families.config_fields import allowed
+from moefold.convert.families.families import DECODER_FAMILIES
+from moefold.convert.families.family import grouped, layer_rules, layouts
+from moefold.convert.families.tensor_mapping import TensorBlock
 
 _GLM = DECODER_FAMILIES["glm4_moe"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import (
+from moefold.convert.families.config_fields import (
     NUM_LAYERS,
     ConfigField,
     Constants,
@@ -22,7 +22,7 @@ from moefold.convert.config_fields import (
     renamed,
     setting_of,
 )
-from moefold.convert.family import (
+from moefold.convert.families.family import (
     GATED_SHARED_EXPERT,
     KEY_VALUE_HEADS,
     MIXTRAL_EXPERTS,
@@ -43,8 +43,8 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.known_keys import Json, mark_read, overlay
-from moefold.convert.layer_fields import (
+from moefold.convert.families.known_keys import Json, mark_read, overlay
+from moefold.convert.families.layer_fields import (
     LINEAR_LAYERS,
     FirstKDense,
     LayerTypes,
@@ -52,9 +52,9 @@ from moefold.convert.layer_fields import (
     SparseLayers,
     types_by_interval,
 )
-from moefold.convert.mtp import MTP_PREFIX, has_qwen_mtp
-from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import Shape, SliceMapping, TensorBlock, TensorRule
+from moefold.convert.families.mtp import MTP_PREFIX, has_qwen_mtp
+from moefold.convert.families.rope_fields import RopeParameters
+from moefold.convert.families.tensor_mapping import Shape, SliceMapping, TensorBlock, TensorRule
 from moefold.errors import ConfigError
 
 

@@ -22,7 +22,8 @@ from moefold.bounded_read import (
     read_text,
 )
 from moefold.config.suggestions import closest_match
-from moefold.data.file_formats import (
+from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
+from moefold.data.sources.file_formats import (
     ColumnError,
     JsonStream,
     column_text,
@@ -38,7 +39,6 @@ from moefold.data.file_formats import (
     translated_read_errors,
     unknown_column_message,
 )
-from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting, first_line
 

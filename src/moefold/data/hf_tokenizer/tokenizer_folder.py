@@ -28,6 +28,7 @@ from moefold.bounded_read import (
     read_json_object,
     read_text,
 )
+from moefold.data.hf_tokenizer.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
 from moefold.data.input_paths import (
     ADDED_TOKENS_FILE,
     CHAT_TEMPLATE_FILE,
@@ -37,7 +38,6 @@ from moefold.data.input_paths import (
     TOKENIZER_FILE,
     TOKENS_MAP_FILE,
 )
-from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 
@@ -78,7 +78,9 @@ class ClassTable:
     @classmethod
     def load(cls) -> "ClassTable":
         """Read the table of the package."""
-        table = json.loads(files("moefold.data").joinpath("tokenizer_classes.json").read_text(encoding="utf-8"))
+        table = json.loads(
+            files("moefold.data.hf_tokenizer").joinpath("tokenizer_classes.json").read_text(encoding="utf-8")
+        )
         return cls(**{**table, "distrusted_model_types": tuple(table["distrusted_model_types"])})
 
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.convert.family import Family
-from moefold.convert.tensor_mapping import Shape, SliceMapping, StateDictMapping
+from moefold.convert.families.family import Family
+from moefold.convert.families.tensor_mapping import Shape, SliceMapping, StateDictMapping
 from moefold.convert.weight_sources import family_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError

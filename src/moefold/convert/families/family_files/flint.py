@@ -1,9 +1,9 @@
 """Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router."""
 
-from moefold.convert.config_fields import Constants, Renamed, attention_bias, num_experts, renamed
-from moefold.convert.family import Family, attention_fields, ffn_rules, layer_rules, layouts
-from moefold.convert.known_keys import Json
-from moefold.convert.layer_fields import SlidingWindowLayers, SparseLayers
+from moefold.convert.families.config_fields import Constants, Renamed, attention_bias, num_experts, renamed
+from moefold.convert.families.family import Family, attention_fields, ffn_rules, layer_rules, layouts
+from moefold.convert.families.known_keys import Json
+from moefold.convert.families.layer_fields import SlidingWindowLayers, SparseLayers
 
 
 def _layer_types(hf_config: Json, count: int) -> list[str]:

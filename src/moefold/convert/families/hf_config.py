@@ -14,9 +14,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
 from moefold.config.part_registry import is_built_in
 from moefold.config.suggestions import closest_match
-from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
-from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.known_keys import (
+from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
+from moefold.convert.families.family import Family, MultimodalFolder
+from moefold.convert.families.known_keys import (
     QUANTIZATION_KEYS,
     KeyReader,
     KeyReport,
@@ -32,8 +32,8 @@ from moefold.convert.known_keys import (
     plain,
     tokenizer_known_keys,
 )
-from moefold.convert.layer_fields import joined_layers
-from moefold.convert.mtp import count_mtp_layers, tensor_names
+from moefold.convert.families.layer_fields import joined_layers
+from moefold.convert.families.mtp import count_mtp_layers, tensor_names
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import download_advice

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moefold.convert.config_fields import (
+from moefold.convert.families.config_fields import (
     Constants,
     HeadSize,
     RouterGroups,
@@ -11,8 +11,8 @@ from moefold.convert.config_fields import (
     attention_bias,
     renamed,
 )
-from moefold.convert.families import DECODER_FAMILIES
-from moefold.convert.family import (
+from moefold.convert.families.families import DECODER_FAMILIES
+from moefold.convert.families.family import (
     EXPERTS,
     KEY_VALUE_HEADS,
     Family,
@@ -24,8 +24,8 @@ from moefold.convert.family import (
     merge_rules,
     untransposed_experts,
 )
-from moefold.convert.layer_fields import ExpertLayerRange, MlpLayerTypes
-from moefold.convert.tensor_mapping import TensorBlock
+from moefold.convert.families.layer_fields import ExpertLayerRange, MlpLayerTypes
+from moefold.convert.families.tensor_mapping import TensorBlock
 
 _DEEPSEEK_V3 = DECODER_FAMILIES["deepseek_v3"]
 _ERNIE = DECODER_FAMILIES["ernie4_5_moe"]

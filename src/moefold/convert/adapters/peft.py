@@ -21,17 +21,14 @@ from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.convert.atomic_dir import atomic_directory
-from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
-from moefold.convert.family import Family
-from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
-from moefold.convert.hf_shards import copy_sidecar_files
-from moefold.convert.hf_sidecar_files import find_sidecar_dir
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
-from moefold.convert.known_keys import declared_keys
-from moefold.convert.model_card import read_training_run, write_model_card
-from moefold.convert.peft_config import CONFIG_FILE, CONSTANT_KEYS, WEIGHTS_FILE, inspect_peft_folder, resolve_base
-from moefold.convert.peft_names import (
+from moefold.convert.adapters.peft_config import (
+    CONFIG_FILE,
+    CONSTANT_KEYS,
+    WEIGHTS_FILE,
+    inspect_peft_folder,
+    resolve_base,
+)
+from moefold.convert.adapters.peft_names import (
     PREFIX,
     PeftModule,
     StackedParameter,
@@ -44,6 +41,16 @@ from moefold.convert.peft_names import (
     stacked_parameters,
     write_stacked,
 )
+from moefold.convert.atomic_dir import atomic_directory
+from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
+from moefold.convert.families.family import Family
+from moefold.convert.families.hf_config import families_for, find_family, is_hf_folder, read_hf_config
+from moefold.convert.families.known_keys import declared_keys
+from moefold.convert.families.tensor_mapping import Region, Shape
+from moefold.convert.hf_shards import copy_sidecar_files
+from moefold.convert.hf_sidecar_files import find_sidecar_dir
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
+from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.preflight import read_model
 from moefold.convert.safetensors_file import (
     DTYPE_NAMES,
@@ -54,7 +61,6 @@ from moefold.convert.safetensors_file import (
     plan_file_layout,
     read_header,
 )
-from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.convert.weight_sources import check_finite
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights

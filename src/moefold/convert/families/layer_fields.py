@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from moefold.config.layer_words import LayerWords, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import Renamed, interval_of, is_int, num_layers_of
-from moefold.convert.known_keys import Json, mark_read, overlay
+from moefold.convert.families.config_fields import Renamed, interval_of, is_int, num_layers_of
+from moefold.convert.families.known_keys import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
 

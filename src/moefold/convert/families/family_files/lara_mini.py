@@ -1,8 +1,15 @@
 """Family lara_mini (Lara 4 Mini): Gated DeltaNet, windows with RoPE and full attention without."""
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import Constants, NormTopKProb, Renamed, attention_bias, num_experts, renamed
-from moefold.convert.family import (
+from moefold.convert.families.config_fields import (
+    Constants,
+    NormTopKProb,
+    Renamed,
+    attention_bias,
+    num_experts,
+    renamed,
+)
+from moefold.convert.families.family import (
     EXPERTS,
     USUAL,
     Family,
@@ -13,9 +20,9 @@ from moefold.convert.family import (
     layer_rules,
     layouts,
 )
-from moefold.convert.known_keys import Json
-from moefold.convert.layer_fields import SlidingWindowLayers
-from moefold.convert.linear_families import DELTANET, deltanet_fields
+from moefold.convert.families.known_keys import Json
+from moefold.convert.families.layer_fields import SlidingWindowLayers
+from moefold.convert.families.linear_families import DELTANET, deltanet_fields
 
 _KINDS = {"linear_attention": "linear", "sliding_attention": "window", "full_attention": "full"}
 _PARTS = [f"attention.w{x}" for x in "qkvgba"]

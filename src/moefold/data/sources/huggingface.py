@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.config.data import DataConfig
-from moefold.data.file_formats import unknown_column_message
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, table_suffix
-from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
-from moefold.data.text_source import TextChunk
+from moefold.data.sources.file_formats import unknown_column_message
+from moefold.data.sources.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
+from moefold.data.sources.text_source import TextChunk
 from moefold.errors import ConfigError, install_command
 from moefold.message_text import Problem, Setting, first_line
 from moefold.remote_path import is_remote
