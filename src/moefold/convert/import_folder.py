@@ -298,7 +298,9 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
     hashes = world.merge(digests)
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     written = read_manifest(folder.path)
-    if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
+    quantized = ((name, stored) for name, stored in folder.tensors.items() if isinstance(stored, DequantizedTensor))
+    parts = {key: location for name, stored in quantized for key, location in stored.parts(name).items()}
+    if written is not None and (changed := changed_tensors(written, hashes | _hash_together(parts, world))):
         raise ConfigError(
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )
@@ -310,17 +312,6 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
     files = sorted({stored.file for stored in folder.tensors.values()})
     metadata = {file.name: meta for file in files if (meta := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout_index, entries, metadata)
-
-
-def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
-    """Hash the stored parts of quantised weights."""
-    locations = {
-        key: location
-        for name, stored in folder.tensors.items()
-        if isinstance(stored, DequantizedTensor)
-        for key, location in stored.parts(name).items()
-    }
-    return _hash_together(locations, world)
 
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:

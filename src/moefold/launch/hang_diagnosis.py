@@ -157,7 +157,9 @@ def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
     for candidates in (late_ranks & computing, computing, late_ranks):
         if candidates:
             return candidates
-    return _least_advanced(present)
+    progress = {rank: (report.snapshot.step, report.snapshot.phase_number) for rank, report in present.items()}
+    earliest = min(progress.values(), default=None)
+    return {rank for rank, position in progress.items() if position == earliest}
 
 
 def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
@@ -170,9 +172,3 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
                 waits.waiting.add(rank)
                 waits.awaited.add(peer)
     return waits
-
-
-def _least_advanced(present: Mapping[int, RankReport]) -> set[int]:
-    progress = {rank: (x.snapshot.step, x.snapshot.phase_number) for rank, x in present.items()}
-    earliest = min(progress.values(), default=None)
-    return {rank for rank, position in progress.items() if position == earliest}
