@@ -79,7 +79,7 @@ def write_checkpoint(
     planner: ShardSavePlanner | None = None,
     writer: WritingJob | None = None,
 ) -> Path:
-    """Write a complete checkpoint of the run. Collective over all ranks.
+    """Write a complete checkpoint of the run and return its folder. Collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
     keep. Then all ranks return.
@@ -90,9 +90,6 @@ def write_checkpoint(
         group: all ranks; None for the default group.
         planner: provides each tensor when it is written; None: all at once.
         writer: the job that saves, on the first rank; None: a job that starts with this save.
-
-    Returns:
-        The checkpoint folder.
 
     Raises:
         ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.

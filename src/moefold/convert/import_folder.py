@@ -1,7 +1,7 @@
 """Import of a Hugging Face folder as a checkpoint, tensor by tensor, on any number of processes."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,9 @@ def _messages(source: HfSource) -> tuple[str, ...]:
 
 
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
-    """Write all tensors of a source as a checkpoint, with one chunk at a time in memory. Collective.
+    """Write all tensors of a source as a checkpoint, one chunk at a time; return the digests of this process's files.
 
-    Returns:
-        The digests of the files that this process has written.
+    Collective.
     """
     dtypes = {name: source.dtype(name) for name in source.shapes}
     memory = ReusedMemory()
@@ -161,8 +160,9 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         return memory.empty(values.shape, values.dtype).copy_(values)
 
     pieces = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
-    chunks = assign_chunks(pieces, source, world)
-    return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
+    row_bytes = {name: source.dtype(name).itemsize * math.prod(shape[1:]) for name, shape in source.shapes.items()}
+    sizes = [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in pieces]
+    return write_chunks(tmp_dir, source.shapes, dtypes, share_of_rank(pieces, sizes, world), read)
 
 
 def write_checkpoint(
@@ -281,15 +281,6 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
     if not 0 <= coefficient < math.inf:
         raise ConfigError(f"config.json has router_aux_loss_coef={coefficient!r}, which should be 0 or more")
     return float(coefficient) * model.ffn.moe.top_k / layers
-
-
-def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
-    """Return this rank's contiguous share of the chunks, balanced by bytes."""
-    row_bytes = {
-        name: source.dtype(name).itemsize * math.prod(source.shapes[name][1:])
-        for name in {chunk.name for chunk in chunks}
-    }
-    return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
 
 
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:

@@ -51,17 +51,15 @@ class KeyReader(Mapping[str, Any]):
     def __repr__(self) -> str:
         return repr(self.values_by_key)
 
-    def with_values(self, values: Json) -> "KeyReader":
-        """Return a reader with some other values, which records into the same sets."""
-        reader = KeyReader({**self.values_by_key, **values})
-        reader.read_keys = self.read_keys
-        reader.nested = self.nested
-        return reader
-
 
 def overlay(hf_config: Json, values: Json) -> Json:
     """Return an object with some other values. Access to it is recorded in the original."""
-    return hf_config.with_values(values) if isinstance(hf_config, KeyReader) else {**hf_config, **values}
+    if not isinstance(hf_config, KeyReader):
+        return {**hf_config, **values}
+    reader = KeyReader({**hf_config.values_by_key, **values})
+    reader.read_keys = hf_config.read_keys
+    reader.nested = hf_config.nested
+    return reader
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
