@@ -20,7 +20,6 @@ class KeyReader(Mapping[str, Any]):
     It does not support iteration, so that a copy does not count as access to every key; `overlay` copies.
 
     Attributes:
-        values_by_key: the object.
         read_keys: accessed keys, present or not.
         nested: readers of the accessed nested objects.
     """
@@ -120,8 +119,6 @@ class KeyReport:
     """Kinds of the keys of one file.
 
     Attributes:
-        file: name of the file.
-        read: keys that were read.
         constant: keys that change nothing here, by the lists of this module or by their default.
         ignored: keys that are ignored, each with its value.
     """
