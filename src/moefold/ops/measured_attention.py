@@ -61,7 +61,7 @@ def _both_passes(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, sc
 
 
 class MeasuredBlockAttention:
-    """Attention with log-sum-exp by the faster of two kernels, by default the first: their results are interchangeable."""
+    """Attention with log-sum-exp by the faster of two interchangeable kernels in each pass, by default the first."""
 
     def __init__(self, tuner: Autotuner, name: str, kernel: CausalKernel) -> None:
         self._tuner = tuner
