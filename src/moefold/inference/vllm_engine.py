@@ -104,10 +104,8 @@ class VllmEngine:
         results = broadcast_object(results, pp, 0)
         # With the experts of the MoE layers of this rank.
         completions = [
-            completion
-            if experts is None
-            else replace(completion, expert_ids=experts[:, self._layers].transpose(1, 0, 2))
-            for completion, experts in results
+            completion if rows is None else replace(completion, expert_ids=rows[:, self._layers].transpose(1, 0, 2))
+            for completion, rows in results
         ]
         if is_complete is None:
             return completions

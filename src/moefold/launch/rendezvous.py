@@ -316,7 +316,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at the rendezvous address if the ranks certainly connect to it; None if torch must bind all interfaces.
+    """Listen at this address only, if the ranks certainly connect to it; None if torch must bind all interfaces.
 
     This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
     and an address mapped by NAT is not local: then the caller must listen on all interfaces.
