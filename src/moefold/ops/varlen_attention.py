@@ -64,7 +64,7 @@ class TaskAttention:
         self._device = device
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: "CAttention | None" = None) -> tuple[Tensor, Tensor]:
-        """Return (out in the type of the queries, lse), by `kernel` or CUDA's flash kernel where these support the tensors."""
+        """Return (out in the type of the queries, lse), by `kernel` or CUDA's flash kernel if it supports them."""
         if chosen := self._kernel_for(q, k, v, kernel):
             query, key, value = (x.unsqueeze(1) for x in (q, self._copy_keys(k), self._copy_keys(v)))
             out, lse = chosen.forward(query, key, value, self._flash_mask)
