@@ -140,7 +140,9 @@ def read_meta(path: Path) -> CheckpointMeta:
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
-        if not (newer := _newer_format(fields)):
+        newer = fields.get("format") if isinstance(fields, dict) else 0
+        # A later version wrote other fields.
+        if type(newer) is not int or newer <= FORMAT:
             meta = CheckpointMeta(**_current_fields(fields))
             _check_meta(meta)
             return meta
@@ -151,12 +153,6 @@ def read_meta(path: Path) -> CheckpointMeta:
     raise ConfigError(
         f"checkpoint {str(path)!r} has format {newer}, and this version reads up to {FORMAT}; update moefold"
     )
-
-
-def _newer_format(fields: Any) -> int:
-    """Return the format of a `META_FILE` if a later version wrote it, with other fields; else 0."""
-    number = fields.get("format") if isinstance(fields, dict) else 0
-    return number if type(number) is int and number > FORMAT else 0
 
 
 def _current_fields(fields: Any) -> dict[str, Any]:

@@ -74,12 +74,9 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
 
 
 def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the most informative failure: a full disk is an OSError on one rank, and follow-up errors on others.
+    """Return the most informative failure and its rank: a full disk is an OSError on one rank, on others a later error.
 
     A rank that also fails to write the end of its file reports the library's error instead.
-
-    Returns:
-        The rank and its failure.
     """
     ranked = [item for kind in (ConfigError, OSError) for item in causes.items() if isinstance(item[1], kind)]
     return (ranked or list(causes.items()))[0]
@@ -87,7 +84,7 @@ def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
 
 def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
     """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy."""
-    text = _one_line(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     if disk is None:
         return text
     is_cut_short = isinstance(error, RuntimeError) and _TRUNCATED_WRITE.search(str(error)) is not None
@@ -109,7 +106,3 @@ def _describe_free_space(folder: Path) -> str:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free_mib = shutil.disk_usage(existing).free / 2**20
     return "the disk is full" if free_mib < 1 else f"{free_mib:,.0f} MiB are free there"
-
-
-def _one_line(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

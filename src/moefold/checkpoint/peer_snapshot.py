@@ -395,15 +395,12 @@ class PeerSnapshots:
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
-        """Fill the tensors of a new mapping from the snapshots of a step. Collective over its ranks.
+        """Fill the tensors of a new mapping from the snapshots of a step, and return its progress. Collective.
 
         Args:
             step: a step that every rank of the new mapping holds.
             state: shards of the new mapping, see `checkpoint_state`. They are overwritten.
             device: device that `world` communicates from.
-
-        Returns:
-            The progress of the run at that step.
 
         Raises:
             RunError: no rank has a part of a tensor; raised on every rank.

@@ -17,7 +17,6 @@ from moefold.checkpoint.integrity import gather_errors, quick_validate, validate
 from moefold.checkpoint.recipe_differences import SampleOrder, data_order_change, model_differences, sample_order
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -127,7 +126,11 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             )
         if reason := wrong_name_reason(path, meta.step):
             raise ConfigError(f"checkpoint {str(path)!r} {reason}")
-        _check_same_model(path, meta, cfg.model)
+        if change := model_differences(meta.model, cfg.model):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of another model: {change}; give the recipe its sizes, or set another "
+                "run.dir"
+            )
         if meta.lora or cfg.lora.rank:
             from moefold.checkpoint.adapter_settings import adapters_unsupported_reason
 
@@ -146,14 +149,6 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"as {str(later[-1])!r}, which would count as this run's; move them away, or set another "
                 f"{checkpoint_folder_key(cfg.checkpoint)}"
             )
-
-
-def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:
-    change = model_differences(meta.model, model)
-    if change:
-        raise ConfigError(
-            f"checkpoint {str(path)!r} is of another model: {change}; give the recipe its sizes, or set another run.dir"
-        )
 
 
 def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:

@@ -203,7 +203,10 @@ def _rebuild(value: Any) -> Metadata:
         AttributeError, TypeError: the same.
     """
     _check_class(value, "Metadata")
-    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in value.storage_data.items()}
+    places = {
+        MetadataIndex(_check_text(index.fqn), _rebuild_size(index.offset)): _rebuild_storage_info(info)
+        for index, info in value.storage_data.items()
+    }
     # In a forged index tensors may share one list of chunks, which would be checked once per tensor.
     if sum(len(stored.chunks) for stored in value.state_dict_metadata.values()) > len(places):
         raise ValueError("it has more parts than places for them")
@@ -239,10 +242,6 @@ def _check_chunks(name: str, stored: TensorStorageMetadata, storage_infos: Mappi
         if place is None or place.length < needed_bytes:
             has = "none" if place is None else str(place.length)
             raise ValueError(f"a part of {name} needs {needed_bytes} bytes, it has {has}")
-
-
-def _rebuild_index(index: Any) -> MetadataIndex:
-    return MetadataIndex(_check_text(index.fqn), _rebuild_size(index.offset))
 
 
 def _rebuild_storage_info(info: Any) -> StorageInfo:

@@ -79,7 +79,7 @@ def write_checkpoint(
     planner: ShardSavePlanner | None = None,
     writer: WritingJob | None = None,
 ) -> Path:
-    """Write a complete checkpoint of the run. Collective over all ranks.
+    """Write a complete checkpoint of the run and return its folder. Collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
     keep. Then all ranks return.
@@ -90,9 +90,6 @@ def write_checkpoint(
         group: all ranks; None for the default group.
         planner: provides each tensor when it is written; None: all at once.
         writer: the job that saves, on the first rank; None: a job that starts with this save.
-
-    Returns:
-        The checkpoint folder.
 
     Raises:
         ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.
@@ -325,7 +322,9 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(errors)}; {_OPTIMIZER_HINT}"
             )
-        if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in errors):
+        moments = [name for name in metadata.state_dict_metadata if name.startswith("optimizer.")]
+        is_of_indexers = bool(moments) and all(".indexer." in name for name in moments)
+        if is_of_indexers and all(fault.startswith("tensor optimizer.") for fault in errors):
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained only the "
                 "indexers; begin the sparse stage as a new run with its weights, in another run.dir: "
@@ -353,11 +352,6 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
             f"checkpoint {str(path)!r} is of another optimizer, it has {'' if has_moments else 'no '}moments; set "
             "train.optimizer as it was, or begin a new run with its weights: checkpoint.init_from"
         )
-
-
-def _has_moments_of_indexers_alone(metadata: Metadata) -> bool:
-    moments = [name for name in metadata.state_dict_metadata if name.startswith("optimizer.")]
-    return bool(moments) and all(".indexer." in name for name in moments)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -61,18 +61,15 @@ class CheckpointSaver:
         return time.perf_counter() - started_s
 
     def _prepare(self) -> None:
-        self._warn_if_last_is_gone()
-        if self._writer is None:
-            self.open_folder()
-
-    def _warn_if_last_is_gone(self) -> None:
-        """Warn if the last checkpoint has been deleted: retention keeps it, so a user or the disk removed it."""
+        # Retention keeps the last checkpoint, so a user or the disk removed it. The message does not name the folder:
+        # another rank may already have recreated it.
         if self._last is not None and dist.get_rank() == 0 and not self._last.exists():
-            # The folder is not mentioned: another rank may already have recreated it.
             logger.warning(
                 "the last checkpoint, '%s', is gone since it was written; the next is saved to the same folder",
                 self._last,
             )
+        if self._writer is None:
+            self.open_folder()
 
     def check(self) -> None:
         """Raise the error of the last save, if it failed. Call it once per step."""

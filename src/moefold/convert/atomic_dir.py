@@ -36,7 +36,8 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
     tmp_dir = _temporary_path(final, world)
     # The list of rank 0, because another process may see parents that were created in the meantime.
     parents: list[Path] = world.all_gather_object([path for path in tmp_dir.parents if not path.exists()])[0]
-    raise_on_all_ranks(world, _being_written_reason(final, tmp_dir) if world.is_rank0 else "")
+    text = f"{str(final)!r} is being written by another command; wait for it, or name another folder"
+    raise_on_all_ranks(world, text if world.is_rank0 and is_locked(tmp_dir) else "")
     lock: FileLock | None = None
     try:
         raise_on_all_ranks(world, _create_tmp_dir(final, tmp_dir) if world.is_rank0 else "")
@@ -70,13 +71,6 @@ def _temporary_path(final: Path, world: World) -> Path:
     name = f"{final.name}-{uuid.uuid4().hex[:12]}"
     path: Path = world.all_gather_object(cache_folders(None)[0] / "upload" / name)[0]
     return path
-
-
-def _being_written_reason(final: Path, tmp_dir: Path) -> str:
-    """Return the error if another command is writing the folder; else empty."""
-    if not is_locked(tmp_dir):
-        return ""
-    return f"{str(final)!r} is being written by another command; wait for it, or name another folder"
 
 
 def _lock_folder(tmp_dir: Path) -> FileLock | None:

@@ -21,7 +21,6 @@ from moefold.checkpoint.recipe_differences import model_differences
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import (
     CHUNK_BYTES,
-    CheckpointSource,
     ReusedMemory,
     TensorChunk,
     check_descriptions,
@@ -144,7 +143,9 @@ def write_config(
     `more_keys`, token ids and the quantisation, override the original's keys.
     """
     original = origin.read_config()
-    dtype = _folder_dtype(dtypes)
+    # The dtype of most tensors.
+    kinds = list(dtypes.values())
+    dtype = str(DTYPES[max(sorted(set(kinds)), key=kinds.count)]).removeprefix("torch.")
     before = origin.model(original) if original.get("model_type") == family.name else None
     # Adding or removing MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
@@ -171,12 +172,6 @@ def write_config(
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
     return max(int(meta.order.get("seq_len", 0)), model.rope.scaling.context) or 2048
-
-
-def _folder_dtype(dtypes: Mapping[str, str]) -> str:
-    """Return the dtype of most tensors, as config.json spells it."""
-    kinds = list(dtypes.values())
-    return str(DTYPES[max(sorted(set(kinds)), key=kinds.count)]).removeprefix("torch.")
 
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -235,7 +230,8 @@ def export_folder(
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         target = _Target(locations, plan.dtypes, plan.quantization, ReusedMemory(2))
-        with hash_checked_reads(_own_checkpoint(source)) if is_one_pass else nullcontext():
+        own = source.adapters if isinstance(source, AdaptedSource) else source
+        with hash_checked_reads(own) if is_one_pass else nullcontext():
             hashes = _write_tensors(source, plan.mapping, target, world, on_bytes)
         tokenizer = TokenizerChoice()
         if world.is_rank0:
@@ -244,7 +240,10 @@ def export_folder(
             write_manifest(tmp_dir, plan.manifest(layouts, hashes))
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":
-            _check_hashes(locations, hashes, world)
+            # Quantised files are read again, and compared with the written tensors.
+            own_names = sorted(locations)[world.rank :: world.size]
+            damaged = [name for name in own_names if hash_tensor(locations[name]) != hashes[name]]
+            raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(damaged)}" if damaged else "")
         elif options.check:
             verify_against_folder(source, HfSource(open_hf_folder(tmp_dir, ALL_KEYS)), world)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
@@ -350,10 +349,6 @@ def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
     elif verify:
         check_integrity(checkpoint, world)
     return verify and reads_all
-
-
-def _own_checkpoint(source: CheckpointWeights) -> CheckpointSource:
-    return source.adapters if isinstance(source, AdaptedSource) else source
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
@@ -553,10 +548,3 @@ def _write_chunks(
             done_bytes[name] += len(data)
             on_bytes(len(data))
     return digests
-
-
-def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:
-    """Read the tensors of quantised files again, and compare them with the written tensors. Collective."""
-    names = sorted(locations)[world.rank :: world.size]
-    damaged = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
-    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(damaged)}" if damaged else "")

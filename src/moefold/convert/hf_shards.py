@@ -169,7 +169,6 @@ def assign_shards(
     """Assign each tensor to a file and order the tensors.
 
     Args:
-        dtypes: dtype names of the tensors.
         model: the model, for recognising MTP tensors.
         imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
             shards in the order of the model.

@@ -1,7 +1,7 @@
 """Import of a Hugging Face folder as a checkpoint, tensor by tensor, on any number of processes."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,9 @@ def _messages(source: HfSource) -> tuple[str, ...]:
 
 
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
-    """Write all tensors of a source as a checkpoint, with one chunk at a time in memory. Collective.
+    """Write all tensors of a source as a checkpoint, one chunk at a time; return the digests of this process's files.
 
-    Returns:
-        The digests of the files that this process has written.
+    Collective.
     """
     dtypes = {name: source.dtype(name) for name in source.shapes}
     memory = ReusedMemory()
@@ -161,8 +160,9 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         return memory.empty(values.shape, values.dtype).copy_(values)
 
     pieces = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
-    chunks = assign_chunks(pieces, source, world)
-    return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
+    row_bytes = {name: source.dtype(name).itemsize * math.prod(shape[1:]) for name, shape in source.shapes.items()}
+    sizes = [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in pieces]
+    return write_chunks(tmp_dir, source.shapes, dtypes, share_of_rank(pieces, sizes, world), read)
 
 
 def write_checkpoint(
@@ -283,22 +283,15 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
     return float(coefficient) * model.ffn.moe.top_k / layers
 
 
-def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
-    """Return this rank's contiguous share of the chunks, balanced by bytes."""
-    row_bytes = {
-        name: source.dtype(name).itemsize * math.prod(source.shapes[name][1:])
-        for name in {chunk.name for chunk in chunks}
-    }
-    return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
-
-
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
     """Hash the tensors without a digest, each in one process; refuse those that differ from the folder's manifest."""
     folder: HfFolder = source.folder
     hashes = world.merge(digests)
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     written = read_manifest(folder.path)
-    if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
+    quantized = ((name, stored) for name, stored in folder.tensors.items() if isinstance(stored, DequantizedTensor))
+    parts = {key: location for name, stored in quantized for key, location in stored.parts(name).items()}
+    if written is not None and (changed := changed_tensors(written, hashes | _hash_together(parts, world))):
         raise ConfigError(
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )
@@ -310,17 +303,6 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
     files = sorted({stored.file for stored in folder.tensors.values()})
     metadata = {file.name: meta for file in files if (meta := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout_index, entries, metadata)
-
-
-def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
-    """Hash the stored parts of quantised weights."""
-    locations = {
-        key: location
-        for name, stored in folder.tensors.items()
-        if isinstance(stored, DequantizedTensor)
-        for key, location in stored.parts(name).items()
-    }
-    return _hash_together(locations, world)
 
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:

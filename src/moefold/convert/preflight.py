@@ -129,23 +129,17 @@ def export_message(model: ModelConfig) -> str:
     if next(families_for(plain), None):
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
-    for change in _candidate_changes(plain):
+    width = plain.ffn.moe.shared_width or plain.ffn.moe.intermediate_size
+    # Alternative settings of the experts of an upcycled model. A single choice with normalised weights has weight 1, so
+    # its router would get no gradient.
+    changes: list[dict[str, Any]] = [{"ffn.moe.router.softmax": "post"}] if plain.ffn.moe.top_k > 1 else []
+    for change in (*changes, {"ffn.moe.shared.intermediate_size": width, "ffn.moe.shared.gate": True}):
         if supported := next(families_for(edit_model(plain, change)), None):
             settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
             return f"{lacks}; with {settings} it is {supported.name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     return f"{lacks}; the nearest is {nearest}: {reasons[nearest]}"
-
-
-def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return alternative settings of the experts of an upcycled model."""
-    width = model.ffn.moe.shared_width or model.ffn.moe.intermediate_size
-    # A single choice with normalised weights has weight 1, so its router would get no gradient.
-    return [
-        *([{"ffn.moe.router.softmax": "post"}] if model.ffn.moe.top_k > 1 else []),
-        {"ffn.moe.shared.intermediate_size": width, "ffn.moe.shared.gate": True},
-    ]
 
 
 def weights_path(name: str) -> Path:

@@ -120,7 +120,8 @@ def choose_tokenizer(
     except ConfigError as error:
         note = f"no tokenizer is written: {error}; put the file of the training back there and export again"
         return TokenizerChoice(excluded=imported, token_ids=_token_ids(None), messages=(note, *ignored))
-    sidecar_files, notes = _sidecar_files(file, meta)
+    sidecars = {name: (name, path) for name in TOKENIZER_SIDECAR_FILES if (path := file.with_name(name)).is_file()}
+    sidecar_files, notes = _usable_files({**sidecars, **_own_template(meta)}, meta)
     return TokenizerChoice(file, sidecar_files, imported, _token_ids(separator), (*notes, *ignored))
 
 
@@ -259,12 +260,6 @@ def _unusable_reason(file: Path, fingerprint: str) -> str:
     return (
         "has other content than at the training" if fingerprint and not matches_fingerprint(file, fingerprint) else ""
     )
-
-
-def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return the sidecar files of a tokenizer.json, by their names in the folder, and notes on unusable ones."""
-    wanted = {name: (name, file.with_name(name)) for name in TOKENIZER_SIDECAR_FILES if file.with_name(name).is_file()}
-    return _usable_files({**wanted, **_own_template(meta)}, meta)
 
 
 def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:

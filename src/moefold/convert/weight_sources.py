@@ -376,20 +376,13 @@ class TensorHashes(OrderedHashes):
         self.add(name, location.num_bytes, offset, bytes_of(values))
 
 
-def open_weights(path: Path, base: Path | None = None) -> WeightSource:
-    """Open the weights of a checkpoint or of a Hugging Face folder, with adapters merged into their base weights.
-
-    Args:
-        path: the folder, result of `resolve_weights_folder`.
-        base: the base weights of a checkpoint with adapters; None: the weights that its metadata names.
-    """
-    if is_hf_folder(path):
-        return HfSource(open_hf_folder(path, ALL_KEYS))
-    return open_checkpoint(path, base)
+def open_weights(path: Path) -> WeightSource:
+    """Open the weights of a folder that `resolve_weights_folder` returned, with adapters merged into their base."""
+    return HfSource(open_hf_folder(path, ALL_KEYS)) if is_hf_folder(path) else open_checkpoint(path)
 
 
 def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights":
-    """Open the weights of a checkpoint; see `open_weights`."""
+    """Open the weights of a checkpoint; its adapters are merged into `base`, or the weights that its metadata names."""
     source = CheckpointSource(path)
     if not source.meta.lora:
         return source

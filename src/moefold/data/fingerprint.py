@@ -241,13 +241,7 @@ def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) 
 def unmatched_locations(
     old: DataFiles, new: DataFiles, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> list[str]:
-    """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
-
-    Args:
-        old: the files of the checkpoint.
-        saved: settings of the checkpoint.
-        current: settings of the recipe.
-    """
+    """Return the keys of `LOCATION_KEYS` that differ between checkpoint and recipe, without files to compare."""
     unmatched = []
     saved_hub_paths = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
     hub_paths = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]

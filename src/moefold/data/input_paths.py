@@ -70,9 +70,9 @@ def existing_path(key: str, name: str) -> Path:
         folder = missing.parent
         if not folder.is_dir():
             raise ConfigError(f"{Setting(key, name)} does not exist: {folder} is a file, not a folder")
-        similar = difflib.get_close_matches(
-            missing.name, _candidate_names(folder, missing.name), n=1, cutoff=MIN_SIMILARITY
-        )
+        is_hidden = missing.name.startswith(".")
+        candidates = sorted(name for name in os.listdir(folder) if is_hidden or not name.startswith("."))
+        similar = difflib.get_close_matches(missing.name, candidates, n=1, cutoff=MIN_SIMILARITY)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{Setting(key, name)} cannot be reached ({error}); name a readable file or folder"
@@ -125,11 +125,6 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
     root = next(root for root in roots if is_below(Path(name), Path(root)))
     folder = existing_path("data.path", root)
     return folder if Path(name) == Path(root) else folder / name.removeprefix(root.rstrip("/") + "/")
-
-
-def _candidate_names(folder: Path, missing: str) -> list[str]:
-    """Return the names in a folder; hidden names only if the missing name is hidden."""
-    return sorted(name for name in os.listdir(folder) if not name.startswith(".") or missing.startswith("."))
 
 
 def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:

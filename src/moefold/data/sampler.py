@@ -369,14 +369,11 @@ class SplitSampler(Sampler):
             way_out = "set it above 0, or train.eval_every=0 to train without evaluation"
             raise ConfigError(Problem("data.validation_fraction", 0, rule, way_out))
         epoch, place = divmod(index, len(self))
-        return self._members[self._shuffled_position(epoch, place)]
-
-    def _shuffled_position(self, epoch: int, position: int) -> int:
         if self._order_key is None:
-            return position
+            return self._members[place]
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, IndexShuffle(len(self), hash_ints(self._order_key, epoch)))
-        return self._epoch_order[1](position)
+        return self._members[self._epoch_order[1](place)]
 
 
 _MODULUS = 2**64

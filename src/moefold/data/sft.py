@@ -167,7 +167,9 @@ class PackedMembers(SampleSource):
         """Tokens of the members, without padding."""
         packing = pack_best_fit(lengths.tolist(), seq_len + 1)
         self._bins = [members[packed] for packed in packing]
-        self.fill_fraction = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
+        # The last token of a full sample of seq_len + 1 tokens is not an input.
+        num_filled = sum(min(int(lengths[packed].sum()), seq_len) for packed in packing)
+        self.fill_fraction = num_filled / (len(packing) * seq_len) if packing else 1.0
 
     def __len__(self) -> int:
         return len(self._bins)
@@ -455,14 +457,6 @@ def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedCo
         len(training),
         100 * filled,
     )
-
-
-def filled_share(lengths: Sequence[int], seq_len: int) -> float:
-    """Return the share of the inputs of samples that are tokens; 1 without samples.
-
-    The last token of a full sample of seq_len + 1 tokens is not an input.
-    """
-    return sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len) if lengths else 1.0
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

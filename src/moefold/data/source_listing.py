@@ -34,11 +34,12 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
         return []
     sources = []
     for name in data.paths:
-        if data.kind == "huggingface" and not is_remote(name) and not Path(name).expanduser().exists():
-            continue
-        if is_skippable_missing_file(data, name):
-            sources.append((name, Path(name).expanduser().absolute()))
-            continue
+        if not is_remote(name) and not (path := Path(name).expanduser()).exists():
+            if data.kind == "huggingface":
+                continue
+            if data.drops_files and path.suffix in TOKEN_SUFFIXES:
+                sources.append((name, path.absolute()))
+                continue
         root = existing_path("data.path", name)
         for file in files_below(root):
             if not root.is_dir():
@@ -46,14 +47,6 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
             elif _is_source(data, file):
                 sources.append((name_below(name, file.relative_to(root)), file))
     return sources
-
-
-def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
-    """Return whether data.path names a missing token file that data.corrupt="skip" skips."""
-    if is_remote(name):
-        return False
-    path = Path(name).expanduser()
-    return data.drops_files and path.suffix in TOKEN_SUFFIXES and not path.exists()
 
 
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:

@@ -124,17 +124,14 @@ class Problems:
         """Return a problem; raise ConfigError if the task has too few problems to hold some out."""
         for attempt in range(_MAX_ATTEMPTS):
             problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
-            if (_prompt_hash(problem.prompt) < self._limit) == self._is_validation:
+            digest = hashlib.sha256(problem.prompt.encode()).digest()
+            if (int.from_bytes(digest[:4], "little") < self._limit) == self._is_validation:
                 return problem
         split = "held-out" if self._is_validation else "training"
         raise ConfigError(
             f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {split} problem of this "
             f"{Setting('data.task_size')}; choose a larger task_size, or another fraction"
         )
-
-
-def _prompt_hash(prompt: str) -> int:
-    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "little")
 
 
 NUM_SAMPLES = 2**40

@@ -164,7 +164,7 @@ def write_tokens(
         report: called with the bytes of source text, some megabytes at a time.
         index: receives the end of each document, int64; None if there is no index.
     """
-    dtype = smallest_dtype(tokenizer.vocab_size)
+    dtype = np.min_scalar_type(max(tokenizer.vocab_size, 1) - 1).newbyteorder("<")
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
     file.write(npy_header(dtype, 0))
     num_tokens = num_documents = 0
@@ -184,14 +184,6 @@ def write_tokens(
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
     return num_tokens, num_documents
-
-
-def smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the smallest dtype for ids below `vocab_size`."""
-    for dtype in (np.dtype("<u1"), np.dtype("<u2")):
-        if vocab_size <= np.iinfo(dtype).max + 1:
-            return dtype
-    return np.dtype("<u4")
 
 
 def npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:

@@ -162,7 +162,9 @@ class MoefoldLM(TemplateLM):
             )
             for i, completion in zip(members, self._model.generate(generate_request), strict=True):
                 tokens = completion.tokens[:-1] if completion.finish_reason == "eos" else completion.tokens
-                texts[i] = _truncate_at_stop(self._text_tokenizer.decode(tokens), options.stops)
+                text = self._text_tokenizer.decode(tokens)
+                ends = (start for stop in options.stops if (start := text.find(stop)) >= 0)
+                texts[i] = text[: min(ends, default=len(text))]
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 
@@ -237,11 +239,6 @@ def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: i
     sampling.check()
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
     return _GenerationArguments(stops, int(lengths[0]) if lengths else default_max_tokens, sampling)
-
-
-def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text up to its first stop string."""
-    return text[: min((start for stop in stops if (start := text.find(stop)) >= 0), default=len(text))]
 
 
 def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, device_type: str) -> int:

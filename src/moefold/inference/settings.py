@@ -138,9 +138,15 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
         drop_scope=moe.drop_scope,
         pad_to_capacity=False,
     )
+    if request.dtype not in ("auto", *choices_of("run", "dtype")):
+        raise ConfigError(f"{Setting('--dtype', request.dtype):s} must be auto or {describe_key('run', 'dtype')}")
+    if request.device not in choices_of("run", "device"):
+        raise ConfigError(f"{Setting('--device', request.device):s} must be {describe_key('run', 'device')}")
+    dtype: Any = source.dtype if request.dtype == "auto" else request.dtype
+    device: Any = request.device
     step = lcm(parallel.cp * parallel.tp, 2 * parallel.cp)
     cfg = Config(
-        run=RunConfig(dtype=_resolve_dtype(source, request), device=_check_device(request), kernels=request.kernels),
+        run=RunConfig(dtype=dtype, device=device, kernels=request.kernels),
         model=source.model,
         parallel=parallel,
         moe=moe,
@@ -228,18 +234,6 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
             f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
-
-
-def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
-    if request.dtype not in ("auto", *choices_of("run", "dtype")):
-        raise ConfigError(f"{Setting('--dtype', request.dtype):s} must be auto or {describe_key('run', 'dtype')}")
-    return source.dtype if request.dtype == "auto" else request.dtype
-
-
-def _check_device(request: InferenceRequest) -> Any:
-    if request.device not in choices_of("run", "device"):
-        raise ConfigError(f"{Setting('--device', request.device):s} must be {describe_key('run', 'device')}")
-    return request.device
 
 
 def eval_oom_hint() -> str:

@@ -102,7 +102,11 @@ class VllmEngine:
         if pp.rank == 0:
             results = broadcast_object(results, tp, 0)
         results = broadcast_object(results, pp, 0)
-        completions = [self._with_experts(completion, experts) for completion, experts in results]
+        # With the experts of the MoE layers of this rank.
+        completions = [
+            completion if rows is None else replace(completion, expert_ids=rows[:, self._layers].transpose(1, 0, 2))
+            for completion, rows in results
+        ]
         if is_complete is None:
             return completions
         return [_cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
@@ -140,12 +144,6 @@ class VllmEngine:
                 f"the model has {moe.top_k} of {moe.num_experts} in {self._model.num_layers} layers; "
                 "set rl.replay='off'"
             )
-
-    def _with_experts(self, completion: Completion, experts: NDArray[np.integer] | None) -> Completion:
-        """Return a completion with the experts of the MoE layers of this rank."""
-        if experts is None:
-            return completion
-        return replace(completion, expert_ids=experts[:, self._layers].transpose(1, 0, 2))
 
 
 def _cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:

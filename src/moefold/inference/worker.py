@@ -106,7 +106,12 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
         if streams:
             output.finish()
         elif rank_env.rank == 0:
-            _print_generations(_finished_texts(job, completions, tokenizer), as_json=as_json, echoes=echoes)
+            for number, reply in enumerate(_finished_texts(job, completions, tokenizer), 1):
+                if as_json:
+                    fields = {"prompt": reply.prompt, "text": reply.text, "tokens": reply.tokens}
+                    print(json.dumps(fields | {"end": reply.finish_reason}))
+                else:
+                    print(_terminal_text(f"--- {number}{f': {reply.prompt}' if echoes else ''}\n{reply.text}"))
     return 0
 
 
@@ -194,12 +199,3 @@ def _finished_texts(job: GenerateJob, completions: Sequence[Completion], tokeniz
         reason: Literal["length", "eos"] = "length" if completion.finish_reason == "length" else "eos"
         texts.append(Generation(prompt, text, tokens, reason))
     return texts
-
-
-def _print_generations(generations: Sequence[Generation], *, as_json: bool, echoes: bool) -> None:
-    for number, reply in enumerate(generations, 1):
-        if as_json:
-            record = {"prompt": reply.prompt, "text": reply.text, "tokens": reply.tokens, "end": reply.finish_reason}
-            print(json.dumps(record))
-        else:
-            print(_terminal_text(f"--- {number}{f': {reply.prompt}' if echoes else ''}\n{reply.text}"))

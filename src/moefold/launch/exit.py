@@ -53,11 +53,7 @@ OOM_SUGGESTION = (
 
 
 def oom_reason(error: BaseException | None) -> str:
-    """Return the first sentence of an out-of-memory error, or "" for any other error.
-
-    Args:
-        error: an exception. The chain of its `__cause__` is searched too.
-    """
+    """Return the first sentence of an out-of-memory error in the chain of `__cause__`, or "" for any other error."""
     while error is not None:
         if _is_oom_error(error):
             return str(error).strip().partition("\n")[0].partition(". GPU")[0] or type(error).__name__

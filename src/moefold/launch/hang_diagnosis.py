@@ -6,7 +6,7 @@ the same collectives in the same order, so a rank with a lower count has not rea
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
@@ -139,40 +139,24 @@ def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], 
         yield line
 
 
-@dataclass
-class _WaitGraph:
-    """Ranks that wait for another rank, and ranks that another rank waits for."""
-
-    waiting: set[int] = field(default_factory=set)
-    awaited: set[int] = field(default_factory=set)
-
-
 def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
     """Return the ranks that other ranks wait for and that wait for no rank themselves."""
     computing = {rank for rank, report in present.items() if not report.is_communicating}
-    waits = _wait_graph(present)
-    late_ranks = waits.awaited - waits.waiting
-    if len(computing) == len(present):
-        computing = set()
-    for candidates in (late_ranks & computing, computing, late_ranks):
-        if candidates:
-            return candidates
-    return _least_advanced(present)
-
-
-def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
-    waits = _WaitGraph()
+    waiting: set[int] = set()
+    awaited: set[int] = set()
     for rank, report in present.items():
         group = report.snapshot.group
         count = report.snapshot.counts.get(group, 0)
         for peer, other_report in present.items():
             if other_report.snapshot.counts.get(group, count) < count:
-                waits.waiting.add(rank)
-                waits.awaited.add(peer)
-    return waits
-
-
-def _least_advanced(present: Mapping[int, RankReport]) -> set[int]:
-    progress = {rank: (x.snapshot.step, x.snapshot.phase_number) for rank, x in present.items()}
+                waiting.add(rank)
+                awaited.add(peer)
+    late_ranks = awaited - waiting
+    if len(computing) == len(present):
+        computing = set()
+    for candidates in (late_ranks & computing, computing, late_ranks):
+        if candidates:
+            return candidates
+    progress = {rank: (report.snapshot.step, report.snapshot.phase_number) for rank, report in present.items()}
     earliest = min(progress.values(), default=None)
     return {rank for rank, position in progress.items() if position == earliest}

@@ -71,12 +71,9 @@ class ProgramRanks:
         )
 
     def run_on_all_ranks(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call on this rank, or raise an error on all ranks. Collective.
+        """Return the result of a call, which does not communicate, or raise an error on all ranks. Collective.
 
         A rank whose call failed raises its own exception. The others raise the exception of the first such rank.
-
-        Args:
-            call: a function that does not communicate.
 
         Raises:
             ConfigError: the call raised it on a rank.

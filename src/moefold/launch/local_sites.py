@@ -119,20 +119,16 @@ def _fork(
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(line_buffering=True)
-        if threads := environment.get(THREADS_VARIABLE):
-            _limit_threads(int(threads))
+        threads = environment.get(THREADS_VARIABLE)
+        # If the parent had imported torch, torch has read the variable already.
+        if threads and "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(int(threads))
         status = main(number, port)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         # The callers of this function belong to the parent.
         hard_exit(status)
-
-
-def _limit_threads(threads: int) -> None:
-    """Set the threads of torch if the parent had imported it, and torch has therefore read the variable already."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
 
 
 class _Sites:

@@ -71,7 +71,10 @@ class Meeting:
             case "round":
                 return self._answer_round(self.sites.registered_site(message, connection), int_field(message, "round"))
             case "join":
-                return self._answer_join(self.sites.registered_site(message, connection))
+                number = self.sites.registered_site(message, connection)
+                if number in self._transfer_answers:
+                    return self._transfer_answers.pop(number)
+                return {"ended" if all(self.sites[living].is_joining for living in self.sites.living) else "wait": True}
             case "vote":
                 return self._answer_vote(self.sites.registered_site(message, connection), int_field(message, "round"))
             case "get":
@@ -87,14 +90,6 @@ class Meeting:
         """Forget what a lost site waits for."""
         self._transfer_answers.pop(number, None)
         self._keys.leave(number)
-
-    def _answer_join(self, number: int) -> Message:
-        """Return the answer to a joining site: the site that gives it the state, a request to wait, or the end."""
-        if number in self._transfer_answers:
-            return self._transfer_answers.pop(number)
-        if not [joined for joined in self.sites.living if not self.sites[joined].is_joining]:
-            return {"ended": True}
-        return {"wait": True}
 
     def _assign_joining_site(self, index: int, senders: Sequence[int]) -> Message:
         """Return the order to send the state to the first joining site after a round. One of `senders` sends it."""

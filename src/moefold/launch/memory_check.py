@@ -102,13 +102,9 @@ def local_host_capacity(
     ranks = range(max(0, first - first_rank), min(first + count - first_rank, parallel.world_size))
     pp_ranks = tuple(layout.attention.coordinate(rank, "pp") for rank in ranks)
     if device_type == "cuda":
-        return HostCapacity(device_type, pp_ranks, _smallest_gpu_memory(len(pp_ranks)))
+        import torch
+
+        num_gpus = min(len(pp_ranks), torch.cuda.device_count())
+        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
+        return HostCapacity(device_type, pp_ranks, AvailableMemory(min(sizes), "on the GPU of a rank"))
     return HostCapacity(device_type, pp_ranks, available_host_memory(), available_process_memory())
-
-
-def _smallest_gpu_memory(count: int) -> AvailableMemory:
-    """Return the smallest total memory of the first `count` GPUs."""
-    import torch
-
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(min(count, torch.cuda.device_count()))]
-    return AvailableMemory(min(sizes), "on the GPU of a rank")

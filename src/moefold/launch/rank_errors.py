@@ -58,7 +58,10 @@ class RankErrorHandler:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._rank_env.world_size == 1:
             if isinstance(error, SystemExit):
-                raise RunError(_exit_text(error)) from error
+                frames = traceback.extract_tb(error.__traceback__)
+                place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+                text = f"the run was ended by sys.exit({error.code!r}){place}; raise an error with a message there"
+                raise RunError(text) from error
             return
         if error is not None and self._rank_env.is_embedded:
             self._raise_in_program(error)
@@ -152,13 +155,6 @@ class RankErrorHandler:
                 else min(ROOT_CAUSE_WAIT_S, self._watchdog.flight_recorder.hang_timeout_s / 2)
             )
         return 0.0 if self._rank_env.local_rank == 0 else NONZERO_RANK_DELAY_S
-
-
-def _exit_text(error: SystemExit) -> str:
-    """Return a description of a `sys.exit` in code that a run calls, with its file and line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"the run was ended by sys.exit({error.code!r}){line}; raise an error with a message there"
 
 
 def _find_run_error(error: BaseException | None) -> RunError | None:

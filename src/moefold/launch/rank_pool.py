@@ -91,16 +91,13 @@ class WorkerPool:
         timeout_s: float = 120.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> list[Any]:
-        """Call `function(*args)` on every rank of a new process group.
+        """Call `function(*args)` on every rank of a new process group; return the results in rank order.
 
         Args:
             function: function importable by name, with a picklable result. Torch.distributed gives it its rank.
             args: picklable arguments, equal on every rank.
             timeout_s: seconds until the ranks count as hung.
             on_progress: called with progress messages of rank 0, which `function` sends through its last argument.
-
-        Returns:
-            Result of each rank, in rank order.
 
         Raises:
             WorkerError: a rank raised, died or hung.

@@ -87,22 +87,14 @@ RunError if the survivors cannot go on, and CannotChooseError if another rank ha
 
 
 def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
-    """Record in the store of a job that the process of a rank is gone.
-
-    Args:
-        store: the store, without a prefix.
-    """
+    """Record in the store of a job, without a prefix, that the process of a rank is gone."""
     if how:
         store.set(f"{PREFIX}/how/{rank}", how)
     store.append(f"{PREFIX}/{LOST_KEY}", f"{rank}\n")  # type: ignore[attr-defined]
 
 
 def lost_ranks(store: dist.Store) -> set[int]:
-    """Return the job ranks that are lost so far.
-
-    Args:
-        store: the store, without a prefix.
-    """
+    """Return the job ranks that are lost so far, by the store of the job, without a prefix."""
     return set(map(int, read_if_set(store, f"{PREFIX}/{LOST_KEY}").split()))
 
 

@@ -101,7 +101,12 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
     hosts_store = rank_env.rank == 0 and not rank_env.record_paths
     listener = None
     if hosts_store:
-        listener = _bind_store_port(rank_env)
+        try:
+            listener = listen_at(rank_env.master_address, rank_env.master_port)
+        except OSError as error:
+            # Torch must bind the port, or shares a store there.
+            if error.errno != errno.EADDRINUSE:
+                raise
     else:
         _wait_until_open(rank_env, deadline, on_wait)
     store = dist.TCPStore(
@@ -136,16 +141,6 @@ def _buffer_stderr() -> Iterator[int]:
             os.close(saved_fd)
         buffer.seek(0)
         sys.stderr.write(buffer.read().decode(errors="replace"))
-
-
-def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
-    """Bind the listening socket of rank 0's store; None if torch must bind it, or shares a store at this port."""
-    try:
-        return listen_at(rank_env.master_address, rank_env.master_port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-    return None
 
 
 def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> None:
@@ -321,13 +316,10 @@ def loopback_store() -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at the rendezvous address only, if the ranks certainly connect to that interface.
+    """Listen at this address only, if the ranks certainly connect to it; None if torch must bind all interfaces.
 
     This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
     and an address mapped by NAT is not local: then the caller must listen on all interfaces.
-
-    Returns:
-        The listening socket, or None if torch must bind all interfaces.
 
     Raises:
         OSError: another program listens at the port.

@@ -46,11 +46,7 @@ def inductor_unsupported_reason(device_type: str) -> str:
 
 
 class CompiledQKNormRope:
-    """QK norm and RoPE of queries and keys in one function, which reads and writes them once.
-
-    Args:
-        compiler: compiles the function.
-    """
+    """QK norm and RoPE of queries and keys in one function, which reads and writes them once."""
 
     def __init__(self, compiler: Compiler = inductor) -> None:
         self._compiled = compiler(_with_separate_code(_norm_and_rotate))
@@ -99,11 +95,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class CompiledSwiGLU:
-    """`SwiGLUKernel` of dense layers and shared experts.
-
-    Args:
-        compiler: compiles forward and backward.
-    """
+    """`SwiGLUKernel` of dense layers and shared experts."""
 
     def __init__(self, compiler: Compiler = inductor) -> None:
         self._forward = compiler(_with_separate_code(_swiglu))

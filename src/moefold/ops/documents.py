@@ -76,12 +76,6 @@ class PackedDocuments:
         """Build the documents from the start of each token's document. The host waits if the tensor is on a GPU."""
         return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
 
-    @staticmethod
-    def whole_samples(seq_len: int, batch: int, device: torch.device) -> "PackedDocuments":
-        """Build the documents of samples of one document each."""
-        starts_SB = torch.zeros(seq_len, batch, dtype=torch.int64, device=device)
-        return PackedDocuments(DocumentBounds(((0, seq_len),) * batch), starts_SB)
-
     def in_chunks(self, chunk_size: int) -> "PackedDocuments":
         """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter; built once."""
 
@@ -156,7 +150,8 @@ class AttentionChunks:
             # Kept for the next micro-batch, which has samples of the same length.
             cached = self._cached
             if cached is None or cached.starts_SB.shape != (seq_len, batch) or cached.starts_SB.device != device:
-                self._cached = PackedDocuments.whole_samples(seq_len, batch, device)
+                starts_SB = torch.zeros(seq_len, batch, dtype=torch.int64, device=device)
+                self._cached = PackedDocuments(DocumentBounds(((0, seq_len),) * batch), starts_SB)
             documents = self._cached
             assert documents is not None
         return documents.in_chunks(self.size)

@@ -21,11 +21,7 @@ Environment = dict[str, str]
 
 
 def kernel_environment(device: torch.device) -> Environment:
-    """Return the device and the libraries, which determine the time of a kernel besides its shape.
-
-    Args:
-        device: a GPU.
-    """
+    """Return the GPU and the libraries, which determine the time of a kernel besides its shape."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -67,7 +63,6 @@ def add_times(environment: Environment, times: Times, cache_dir: Path | None = N
     If two processes write at once, the times of one are lost and are measured again.
 
     Args:
-        environment: see `kernel_environment`.
         times: octaves with a candidate that raised are left out, so that it is tried, and named, again.
         cache_dir: cache folder; None: the default folder.
 

@@ -113,14 +113,9 @@ class ChunkedLinearAttention:
         state: Tensor | None = None,
         is_start_SB: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the results of `recurrent_linear_attention`.
+        """Compute the results of `recurrent_linear_attention`, which describes the other arguments.
 
         Args:
-            q: queries; for the shapes see `recurrent_linear_attention`.
-            k: keys.
-            v: values.
-            log_decay: logarithm of the decay.
-            beta: write strength.
             state: the states before the first token, [B, A, D, Dv]; None: zeros, or the states of `initial_state`.
             is_start_SB: whether a document starts at a token, before which its state is zero, bool [S, B].
 

@@ -61,11 +61,7 @@ def _both_passes(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, sc
 
 
 class MeasuredBlockAttention:
-    """Attention with log-sum-exp by the faster of two kernels in each pass: their results are interchangeable.
-
-    Args:
-        kernel: the default.
-    """
+    """Attention with log-sum-exp by the faster of two interchangeable kernels in each pass, by default the first."""
 
     def __init__(self, tuner: Autotuner, name: str, kernel: CausalKernel) -> None:
         self._tuner = tuner

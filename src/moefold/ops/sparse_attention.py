@@ -261,16 +261,13 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
 
 
 def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: Tensor, weights_SB: Tensor) -> Tensor:
-    """Compute the KL divergence of the indexer's softmax over all visible keys from a target: a weighted sum.
+    """Compute `selected_index_loss` over all visible keys instead of the selected ones.
 
     Args:
         index: projections of a block of queries and of all keys.
         is_visible_BSN: keys that each query sees.
-        target_SBN: probability of each key; the probabilities of a query sum to 1.
+        target_SBN: probability of each key.
         weights_SB: weight of each query.
-
-    Returns:
-        See `selected_index_loss`.
     """
     return _index_loss(
         index,

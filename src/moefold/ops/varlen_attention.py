@@ -64,14 +64,7 @@ class TaskAttention:
         self._device = device
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: "CAttention | None" = None) -> tuple[Tensor, Tensor]:
-        """Return (out in the type of the queries, lse).
-
-        Args:
-            q: queries, [R, A, D].
-            k: keys, [W, G, D].
-            v: values, [W, G, D].
-            kernel: used where it supports the tensors, like the flash kernel of CUDA.
-        """
+        """Return (out in the type of the queries, lse), by `kernel` or CUDA's flash kernel if it supports them."""
         if chosen := self._kernel_for(q, k, v, kernel):
             query, key, value = (x.unsqueeze(1) for x in (q, self._copy_keys(k), self._copy_keys(v)))
             out, lse = chosen.forward(query, key, value, self._flash_mask)
@@ -95,8 +88,6 @@ class TaskAttention:
 
         Args:
             query_tensors: gradient of the output, queries, output and finite log-sum-exp.
-            k: keys, [W, G, D].
-            v: values, [W, G, D].
             kernel: as in the forward pass.
         """
         q = query_tensors[1]

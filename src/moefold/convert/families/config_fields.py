@@ -37,11 +37,6 @@ def setting_of(model: ModelConfig, key: str) -> Any:
     return value
 
 
-def may_be_absent(key: str) -> bool:
-    """Return whether a table of [model] may be absent, given its path."""
-    return bool(key) and default_of("model", key) is None
-
-
 class ConfigField(Protocol):
     """Converter of one field of a family's config.json."""
 
@@ -101,7 +96,8 @@ class Renamed:
         if self._is_table:
             return {self.key: {} if value else NONE}
         owner = self.key.rpartition(".")[0]
-        if not value and kind is not bool and may_be_absent(owner):
+        if not value and kind is not bool and owner and default_of("model", owner) is None:
+            # The table may be absent.
             return {owner: NONE}
         return dict.fromkeys((self.key, *self.copies), kind(value))
 

@@ -20,7 +20,6 @@ class KeyReader(Mapping[str, Any]):
     It does not support iteration, so that a copy does not count as access to every key; `overlay` copies.
 
     Attributes:
-        values_by_key: the object.
         read_keys: accessed keys, present or not.
         nested: readers of the accessed nested objects.
     """
@@ -51,17 +50,15 @@ class KeyReader(Mapping[str, Any]):
     def __repr__(self) -> str:
         return repr(self.values_by_key)
 
-    def with_values(self, values: Json) -> "KeyReader":
-        """Return a reader with some other values, which records into the same sets."""
-        reader = KeyReader({**self.values_by_key, **values})
-        reader.read_keys = self.read_keys
-        reader.nested = self.nested
-        return reader
-
 
 def overlay(hf_config: Json, values: Json) -> Json:
     """Return an object with some other values. Access to it is recorded in the original."""
-    return hf_config.with_values(values) if isinstance(hf_config, KeyReader) else {**hf_config, **values}
+    if not isinstance(hf_config, KeyReader):
+        return {**hf_config, **values}
+    reader = KeyReader({**hf_config.values_by_key, **values})
+    reader.read_keys = hf_config.read_keys
+    reader.nested = hf_config.nested
+    return reader
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
@@ -122,8 +119,6 @@ class KeyReport:
     """Kinds of the keys of one file.
 
     Attributes:
-        file: name of the file.
-        read: keys that were read.
         constant: keys that change nothing here, by the lists of this module or by their default.
         ignored: keys that are ignored, each with its value.
     """

@@ -86,15 +86,10 @@ class SliceMapping:
         order = self.permutation()
         return tuple(order.index(dim) for dim in range(len(order)))
 
-    def hf_size(self) -> Shape:
-        """Return the size of the slice in the order of the HF dims."""
-        sizes = dict(zip(self.dims, self.size, strict=True))
-        return tuple(sizes.get(dim, 1) for dim in range(len(self.hf_start)))
-
     def permuted_size(self) -> Shape:
         """Return the size of the slice in the order of `permutation`."""
-        sizes = self.hf_size()
-        return tuple(sizes[dim] for dim in self.permutation())
+        sizes = dict(zip(self.dims, self.size, strict=True))
+        return tuple(sizes.get(dim, 1) for dim in self.permutation())
 
 
 @dataclass(frozen=True)

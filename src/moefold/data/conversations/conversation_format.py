@@ -190,7 +190,10 @@ def parse_messages(messages: object, location: str) -> Conversation:
             untrained.add(number - 1)
         if (content := _parse_content(message, place)) is not None:
             message["content"] = content
-        parsed.append(_with_reasoning(message))
+        # The names that templates read, as in transformers.
+        if (reasoning := next((message[name] for name in REASONING_FIELDS if name in message), None)) is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        parsed.append(message)
     return Conversation(tuple(parsed), untrained=frozenset(untrained))
 
 
@@ -253,14 +256,6 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
         raise ConfigError(f'{place} has no text; give it "content": "..."')
     refuse_surrogates(content, place)
     return content
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under the names that templates read, like transformers."""
-    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def join_parts(

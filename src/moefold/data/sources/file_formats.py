@@ -171,14 +171,9 @@ def open_lines(path: Path) -> BinaryIO:
 
 def decoded_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, with line ends, without a byte order mark; raise ConfigError if one is not UTF-8."""
-    for number, line in numbered_lines(path):
-        yield _decode_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}")
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, each with its number (1-based) and its line end, decompressed."""
     with open_lines(path) as file, translated_read_errors(path):
-        yield from enumerate(bounded_lines(file), 1)
+        for number, line in enumerate(bounded_lines(file), 1):
+            yield _decode_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}")
 
 
 @contextmanager

@@ -446,7 +446,9 @@ class ResponseBuilder:
         offsets = []
         for token in choice.tokens:
             offsets.append(self._text_ends.get(index, 0))
-            self._text_ends[index] = offsets[-1] + (_num_characters(token.piece) if token.is_shown else 0)
+            # The characters that begin in this piece of UTF-8.
+            num_characters = sum(byte & 0xC0 != 0x80 for byte in token.piece) if token.is_shown else 0
+            self._text_ends[index] = offsets[-1] + num_characters
         return {
             "tokens": [token.text for token in choice.tokens],
             "token_logprobs": [token.log_prob for token in choice.tokens],
@@ -468,11 +470,6 @@ class ResponseBuilder:
             "model": self._model_name,
             "choices": list(choices),
         }
-
-
-def _num_characters(piece: bytes) -> int:
-    """Return the characters that begin in a piece of UTF-8."""
-    return sum(byte & 0xC0 != 0x80 for byte in piece)
 
 
 def _chat_log_prob(token: TokenLogProb) -> dict[str, Any]:

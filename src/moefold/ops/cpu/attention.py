@@ -76,9 +76,6 @@ class CAttention:
         """Return whether the kernel supports `FlashMask.query_segments` for tensors [rows, 1, heads, D].
 
         Args:
-            q: queries.
-            k: keys.
-            v: values.
             longest: maximum number of keys of a document.
         """
         return self._supports_heads(q, k, v) and longest <= MAX_SEQ_LEN

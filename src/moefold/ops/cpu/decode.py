@@ -129,9 +129,6 @@ class CDecodePass:
     """The shared part of the layers of a decoder: memory, and the rows of the pass that runs.
 
     Like the workspace of `ops.cpu.gemm`, the workspace is not a tensor: memory accounting of layers does not count it.
-
-    Args:
-        kernel: the library.
     """
 
     def __init__(self, kernel: CDecode) -> None:

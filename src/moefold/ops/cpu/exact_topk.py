@@ -35,7 +35,8 @@ class CExactTopk:
         out = torch.empty(rows, k, dtype=torch.int32)
         room = min(width, ROOM_FACTOR * k) + BLOCK
         # Keys, their scratch copy, and positions; whole vectors are written, also at the last survivor.
-        workspace_bytes = _aligned((2 * KEY_BYTES[scores.dtype] + 4) * (room + BLOCK))
+        num_bytes = (2 * KEY_BYTES[scores.dtype] + 4) * (room + BLOCK)
+        workspace_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         threads = min(torch.get_num_threads(), max(rows, 1))
         workspace = torch.empty(threads * workspace_bytes, dtype=torch.uint8)
         rows_with_nan = self._exact_topk(
@@ -65,7 +66,3 @@ class CExactTopk:
             indices, _ = self(scores.to(dtype), 300, None, None, torch.arange(300, dtype=torch.int32).view(1, -1))
             if not torch.equal(indices.long(), expected):
                 raise CompilerError(f"the compiled top-k kernel is wrong in {dtype}")
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -132,8 +132,6 @@ class SequentialExpertOps:
         then keep the buffers of all experts alive.
 
         Args:
-            options: row counts of the experts.
-            count: tensors of an expert.
             per_expert: True: a buffer for each expert; False: one buffer for all.
         """
         counts = options.tokens_per_expert

@@ -38,11 +38,7 @@ class EmulatedLinear:
 
 
 class EmulatedExpertOps(GroupedExpertOps):
-    """Expert operations with emulated low-precision GEMMs: each expert is a linear layer over its rows.
-
-    Args:
-        linear: computes the GEMMs.
-    """
+    """Expert operations with emulated low-precision GEMMs: each expert is a linear layer over its rows."""
 
     probs_commute = False
 

@@ -45,11 +45,6 @@ def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) 
 
     Blocks begin at the first row and column. The last blocks may be incomplete.
 
-    Args:
-        x_MK: [M, K].
-        quant_format: format and block length.
-        block_rows: rows of a block.
-
     Returns:
         [M, K] in float32, or float64 for float64.
     """
@@ -59,12 +54,7 @@ def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) 
 
 
 def scale_blocks(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> tuple[Tensor, Tensor]:
-    """Divide x by its block scales, ready to be rounded to the format.
-
-    Args:
-        x_MK: [M, K].
-        quant_format: format and block length.
-        block_rows: rows of a block.
+    """Divide x by the scales of its blocks [block_rows, block_size], ready to be rounded to the format.
 
     Returns:
         (values [M/rows, rows, K/block, block], zero-padded; scales [M/rows, 1, K/block, 1]), in float32, or float64 for

@@ -30,11 +30,7 @@ def weight_identity(tensor: Tensor) -> object | None:
 
 
 class WeightCache:
-    """Results of one function of weights, kept for a step.
-
-    Args:
-        is_enabled: False: the function runs each time.
-    """
+    """Results of one function of weights, kept for a step; the function runs each time if the cache is not enabled."""
 
     def __init__(self, *, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled

@@ -31,11 +31,7 @@ GROUPED_MM = GroupedMMExpertOps()
 
 @dataclass(frozen=True)
 class TritonExpertOps(GroupedExpertOps):
-    """Expert operations that gather rows while reading; no device syncs.
-
-    Args:
-        autotuner: chooses the fastest candidate for a shape.
-    """
+    """Expert operations that gather rows while reading; no device syncs."""
 
     autotuner: Autotuner
 

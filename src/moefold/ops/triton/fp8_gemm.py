@@ -202,11 +202,7 @@ class Fp8ExpertOps(TritonExpertOps):
 
 
 class Fp8Linear:
-    """FP8 linear backend: the grouped GEMMs of one expert with all rows.
-
-    Args:
-        expert_ops: computes the GEMMs.
-    """
+    """FP8 linear backend: the grouped GEMMs of one expert with all rows."""
 
     def __init__(self, expert_ops: Fp8ExpertOps) -> None:
         self.expert_ops = expert_ops
