@@ -8,10 +8,12 @@ import pytest
 from moefold.cli.main import main
 from moefold.cli.plan_options import parse_stragglers
 from moefold.cli.simulate import run
+from moefold.config.load import config_from_dict
 from moefold.config.schema import config_to_dict
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
+from moefold.validate.config import check_config
 
 RECIPE = """
 [model]
@@ -168,6 +170,16 @@ def test_a_step_of_reinforcement_learning_is_simulated_without_its_rollouts(tmp_
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "step_time_s": 1.0}}\n' for i in range(8)))
     with pytest.raises(ConfigError, match="has rl.group_size=8: its steps have sampling, which is not simulated"):
         run(["--run", str(tmp_path)])
+
+
+def test_a_run_is_simulated_whose_settings_training_refuses_now(tmp_path, capsys):
+    checkpoint = {"every": 2, "keep_every": 3}
+    tree = {"model": {"preset": "tiny"}, "run": {"dir": str(tmp_path)}, "checkpoint": checkpoint}
+    with pytest.raises(ConfigError, match="checkpoint.keep_every=3 must be a multiple of checkpoint.every=2"):
+        check_config(config_from_dict(tree))
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "step_time_s": 1.0}}\n' for i in range(8)))
+    assert simulated(capsys, "--run", str(tmp_path))["measured"] == {"step_time_s": 1.0, "steps": 2}
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

@@ -71,7 +71,8 @@ def run(argv: list[str]) -> int:
         cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
     device = load_device(args.gpu)
     cfg, site_link = resolve_sites(cfg, device, args.sites, args.site_link, args.site_latency)
-    check_config(cfg)
+    # A run of an earlier version may have settings that training refuses now.
+    check_config(cfg, is_training=not args.run)
     check_priced_stage(cfg.model, cfg.train, cfg.lora)
     for path in args.timeline:
         check_timeline_file(path)

@@ -94,7 +94,7 @@ class WorkerPool:
         """Call `function(*args)` on every rank of a new process group; return the results in rank order.
 
         Args:
-            function: function importable by name, with a picklable result. Torch.distributed gives it its rank.
+            function: function importable by name, with a picklable result. It asks torch.distributed for its rank.
             args: picklable arguments, equal on every rank.
             timeout_s: seconds until the ranks count as hung.
             on_progress: called with progress messages of rank 0, which `function` sends through its last argument.

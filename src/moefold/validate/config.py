@@ -22,6 +22,7 @@ from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
+from moefold.validate.checkpoint import validate_keep_every
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.data import DATA_RULES
 from moefold.validate.faults import FAULT_RULES, REGROUP_RULES
@@ -75,6 +76,7 @@ RULES = (
 )
 # Inference reads the data section of the training, which names the tokenizer.
 TRAINING_RULES = (
+    validate_keep_every,
     *TRAINING_ONLY_RULES,
     *SPARSE_TRAINING_RULES,
     *LORA_RULES,

@@ -17,7 +17,7 @@ from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, is_remote
-from moefold.validate.checkpoint import validate_keep_best, validate_keep_every, validate_resume, validate_upcycling
+from moefold.validate.checkpoint import validate_keep_best, validate_resume, validate_upcycling
 from moefold.validate.data import has_validation_split, validate_document_end, validate_packing
 
 
@@ -100,7 +100,6 @@ TRAIN_RULES = (
     validate_learning_rate,
     validate_warmup,
     validate_keep_best,
-    validate_keep_every,
     validate_loss_chunk,
     validate_evaluation,
     validate_mtp,

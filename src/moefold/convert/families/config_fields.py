@@ -166,7 +166,7 @@ def allowed(**values: tuple[Any, ...]) -> tuple[AllowedValues, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Keys of [model] that are constant for the family. Config.json does not contain them."""
+    """Keys of [model] that are constant for the family. No key of config.json has their values."""
 
     values: Mapping[str, Any]
 

@@ -216,7 +216,7 @@ class RouterLosses:
     ) -> Tensor:
         """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
         if last_counts_E is not None:
-            # Even before the first step, when all are 0. Without a wait for the device.
+            # Even before the first step, when all are 0, and without a wait for the device.
             return torch.where(last_counts_E.any(), last_counts_E, 1).unsqueeze(0)
         if not self._balance.accumulates:
             if tokens.placed is not None:
