@@ -24,6 +24,10 @@ Runs get `native`. The others are optimised less: that takes two thirds of the t
 """
 WIDEST_AND_NARROWEST = ["native", "sse2", pytest.param("avx2", marks=pytest.mark.slow)]
 """Names of the vectors, of which those between the two are slow: a compiler runs for each."""
+PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16", "-O2")}
+"""The same, and vectors of 16 numbers without products of pairs of bfloat16, for kernels that have these products."""
+WITH_AND_WITHOUT_PAIRS = [*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=pytest.mark.slow)]
+"""Names of the processors, as in `WIDEST_AND_NARROWEST`."""
 HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Largest relative error of a value by its rounding to the type."""
 in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)

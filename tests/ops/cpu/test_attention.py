@@ -13,8 +13,8 @@ from tests.model.attention_reference import documents
 from tests.ops.c_kernels import (
     CPU,
     HALF_STEPS,
-    VECTORS,
-    WIDEST_AND_NARROWEST,
+    PROCESSORS,
+    WITH_AND_WITHOUT_PAIRS,
     assert_same_losses,
     in_each_type,
     needs_compiler,
@@ -30,11 +30,11 @@ ROUNDING = HALF_STEPS | {torch.float32: 0.0}
 """Rounding to each type, or 0 for float32, whose rounding is within the error of its sums."""
 
 
-@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
+@pytest.fixture(scope="module", params=WITH_AND_WITHOUT_PAIRS)
 def kernel(request, built_with):
     from moefold.ops.cpu.attention import CAttention
 
-    return built_with(CAttention, VECTORS[request.param])
+    return built_with(CAttention, PROCESSORS[request.param])
 
 
 @pytest.fixture

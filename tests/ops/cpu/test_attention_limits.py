@@ -8,8 +8,8 @@ from moefold.ops.block_attention import FlashMask, MathBlockAttention, fold_in_s
 from moefold.ops.documents import DocumentBounds, PackedDocuments, Segments
 from tests.ops.c_kernels import (
     HALF_STEPS,
-    VECTORS,
-    WIDEST_AND_NARROWEST,
+    PROCESSORS,
+    WITH_AND_WITHOUT_PAIRS,
     in_each_type,
     needs_compiler,
     same_bits_on_threads,
@@ -18,11 +18,11 @@ from tests.ops.c_kernels import (
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
+@pytest.fixture(scope="module", params=WITH_AND_WITHOUT_PAIRS)
 def kernel(request, built_with):
     from moefold.ops.cpu.attention import CAttention
 
-    return built_with(CAttention, VECTORS[request.param])
+    return built_with(CAttention, PROCESSORS[request.param])
 
 
 def _heads(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ from moefold.parallel.kernels.select import select_kernels
 from moefold.verify.distributed_run import run_distributed
 from tests.ops.c_kernels import (
     CPU,
-    VECTORS,
-    WIDEST_AND_NARROWEST,
+    PROCESSORS,
+    WITH_AND_WITHOUT_PAIRS,
     assert_same_losses,
     needs_compiler,
     recipe,
@@ -25,8 +25,6 @@ from tests.slow import slow
 
 pytestmark = needs_compiler
 
-PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16", "-O2")}
-"""Further flags of the compiler: also AVX-512 without products of pairs."""
 SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 65, 1), (60, 33, 515), (30, 40, 1030))
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""
 LAYOUTS = (("rows", "rows"), ("rows", "transposed"), ("transposed", "transposed"), ("apart", "apart"))
@@ -34,7 +32,7 @@ EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
 """Relative to the largest value. A bfloat16 is rounded once, to half of that."""
 
 
-@pytest.fixture(scope="module", params=[*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=WITH_AND_WITHOUT_PAIRS)
 def gemm(request, built_with):
     from moefold.ops.cpu.gemm import CGemm
 

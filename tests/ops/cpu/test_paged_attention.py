@@ -7,12 +7,12 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.block_attention import FlashMask
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.paged_attention import new_pages, write_pages
-from tests.ops.c_kernels import VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler, same_bits_on_threads
+from tests.ops.c_kernels import PROCESSORS, WITH_AND_WITHOUT_PAIRS, in_each_type, needs_compiler, same_bits_on_threads
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
+@pytest.fixture(scope="module", params=WITH_AND_WITHOUT_PAIRS)
 def kernels(request, built_with):
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.paged_attention import CPagedAttention
@@ -21,7 +21,7 @@ def kernels(request, built_with):
         attention = CAttention()
         return attention, CPagedAttention(attention)
 
-    return built_with(build, VECTORS[request.param])
+    return built_with(build, PROCESSORS[request.param])
 
 
 class _Cache:
