@@ -225,7 +225,7 @@ class Fold(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """The degrees that determine the fold. Dp and edp follow."""
+        """The degrees that determine the fold, with dp and edp."""
         return {axis: getattr(self, axis) for axis in DEGREES}
 
 
