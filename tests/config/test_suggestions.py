@@ -57,5 +57,5 @@ def test_a_path_has_the_mark_that_the_list_of_all_kinds_gives_it():
 @pytest.mark.parametrize("mark", sorted(mark for mark in set(tables().values()) if isinstance(mark, KindOf)))
 def test_a_key_takes_the_kinds_that_it_lists(mark):
     built_in = built_in_kinds(mark.group)
-    assert {kind for kind in built_in if mark.takes(kind)} == {*(mark.words or built_in)}
+    assert {kind for kind in built_in if mark.takes(kind)} == {*(mark.kinds or built_in)}
     assert not mark.takes("no kind of any group")

@@ -127,7 +127,7 @@ def test_a_key_takes_only_the_kinds_of_its_slot(name, kind):
     """A key takes a built-in kind or refuses it by name: as a word, as a table, as an object and from outside."""
     mark = part_annotations()[name]
     part = find_part(mark.group, kind)
-    is_taken = not mark.words or kind in mark.words
+    is_taken = not mark.kinds or kind in mark.kinds
     from_outside = type("Outside", (part,), {"__module__": __name__})
     assert (part_class_problem(name, part) == "", part_class_problem(name, from_outside) == "") == (is_taken, is_taken)
     owner = name.rpartition(".")[0]
@@ -135,7 +135,7 @@ def test_a_key_takes_only_the_kinds_of_its_slot(name, kind):
     path = {"path": "rows.csv"} if kind == "csv" else {}
     recipe = Config()
     if not is_taken:
-        message = f"{name}={kind!r} must be {'one of ' * (len(mark.words) > 1)}{mark.words[0]!r}"
+        message = f"{name}={kind!r} must be {'one of ' * (len(mark.kinds) > 1)}{mark.kinds[0]!r}"
         for value in (kind, f"{{kind='{kind}'}}"):
             with pytest.raises(ConfigError, match=f"^{name}=.*(it is a kind of model|no key takes it)") as refused:
                 load_config(None, [*around, f"{name}={value}"])

@@ -263,15 +263,9 @@ class TraceTail(CountsTail):
         num_samples = max(1, min(shape.global_batch_size, MAX_READ_CHOICES // per_sample))
         self.is_sampled |= num_samples < shape.global_batch_size
         counts = [
-            np.bincount(
-                shape.check_expert_indices(traced.samples(layer, 0, num_samples), step, "the trace").ravel(),
-                minlength=shape.num_experts,
-            )
-            for layer in range(len(shape.layers))
+            shape.count_experts(traced.samples(layer, 0, num_samples), step) for layer in range(len(shape.layers))
         ]
-        # Zero-computation experts, which are last, have no computation to balance.
-        routed = np.array(counts, dtype=np.float64)[:, : shape.num_routed_experts]
-        return routed, num_samples * per_sample
+        return np.array(counts, dtype=np.float64), num_samples * per_sample
 
     def _continues(self, shape: TraceShape) -> bool:
         """Return whether the last step that was read still exists unchanged."""

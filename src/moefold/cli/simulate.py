@@ -17,10 +17,9 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
-from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
-from moefold.convert.run_config import parse_run_config, read_settings
+from moefold.convert.run_config import config_of_run
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
@@ -65,7 +64,7 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     if bool(args.words) == bool(args.run):
         raise ConfigError("name a RECIPE.toml, or --run RUN_DIR, whose recipe is simulated; one of the two")
-    cfg = _run_config(args.run) if args.run else load_config(Path(args.words[0]), args.words[1:])
+    cfg = config_of_run("--run", args.run) if args.run else load_config(Path(args.words[0]), args.words[1:])
     measured = _measured_steps(args.run) if args.run else []
     if args.overlap:
         cfg = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=True))
@@ -121,14 +120,6 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
             "name a RECIPE.toml, whose training step is simulated alone"
         )
     print_escaped("sampling is not simulated: this is the training step of a full batch", file=sys.stderr)
-
-
-def _run_config(run_dir: Path) -> Config:
-    path = run_dir / SETTINGS_FILE
-    tree = read_settings(path)
-    if not tree:
-        raise ConfigError(f"--run {run_dir} holds no run: {path} is missing; name the run.dir of a training run")
-    return parse_run_config(tree, path)
 
 
 def _measured_steps(run_dir: Path) -> list[float]:

@@ -357,9 +357,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: time
     """Connect a gloo process group on a store, independent of the default group; block until all members are connected.
 
     Args:
-        store: store that the members share.
         rank: member of the group that this process is.
-        size: number of members.
         host: address of this machine that the other members can reach.
         timeout: limit of the connection and of each collective.
     """
@@ -484,7 +482,8 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
                 continue
             params.append(param)
             numbers.append(number)
-            grads.append(_sharded_along_rows(grad, param.fsdp_placement.dim, fsdp_group_size(group)))
+            dim = param.fsdp_placement.dim
+            grads.append(grad if dim == 0 else torch.cat(grad.chunk(fsdp_group_size(group), dim)))
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
         if group.reshard_after_backward:
             group.reshard()
@@ -499,10 +498,6 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
                 local_tensor(param.sharded_param.grad).add_(grad)
 
     group.post_backward = post_backward
-
-
-def _sharded_along_rows(x: Tensor, dim: int, size: int) -> Tensor:
-    return x if dim == 0 else torch.cat(x.chunk(size, dim))
 
 
 def fsdp_shard(param: Any) -> Tensor:

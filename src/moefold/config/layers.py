@@ -119,7 +119,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
         if isinstance(kind := getattr(model, key), str):
             owner: Any = type(model)
             [annotation] = metadata_of(owner)[key]
-            raise ConfigError(unknown_kind(f"model.{key}", annotation.group, kind, annotation.words))
+            raise ConfigError(unknown_kind(f"model.{key}", annotation.group, kind, annotation.kinds))
     built = {
         row: Layer(
             hidden_size=model.hidden_size,

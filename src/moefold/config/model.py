@@ -128,11 +128,6 @@ class ModelConfig(Section):
         """Return whether some layers have softmax attention."""
         return not all(layer.attention.is_recurrent for layer in self.decoder_layers)
 
-    @property
-    def has_linear_convolution(self) -> bool:
-        """Return whether some layers have a convolution over neighbouring tokens."""
-        return any(layer.core.conv_width > 0 for layer in self.decoder_layers)
-
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:
         """Kind of each layer in order, see `Layer.kind`."""

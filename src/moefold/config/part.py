@@ -36,7 +36,7 @@ class KindOf(NamedTuple):
     """Class attribute of the kinds that the key may name, true, or false after "not "; empty: all kinds."""
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """Built-in kinds that the key may name; empty: all."""
         return kinds_with(self.group, *self.required) if self.fact else ()
 

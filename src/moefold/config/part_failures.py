@@ -10,6 +10,7 @@ from functools import cache, cached_property, wraps
 from inspect import isfunction
 from math import isfinite
 from numbers import Integral, Real
+from os.path import commonprefix
 from sys import modules
 from traceback import walk_tb
 from types import CodeType, NoneType, SimpleNamespace, UnionType
@@ -99,16 +100,11 @@ def failure_of_part(error: BaseException) -> RunError | None:
     """
     parts = [part for group in all_groups() for part in _subclasses(group) if not _is_of_package(part.__module__)]
     for name in _modules_of(error):
-        shared = {part: _count_shared(part.__module__, name) for part in parts if origin_of(part)[1].as_dict()}
+        owned = [part for part in parts if origin_of(part)[1].as_dict()]
+        shared = {part: len(commonprefix([part.__module__.split("."), name.split(".")])) for part in owned}
         if longest := max(shared.values(), default=0):
             return _failure([part for part, count in shared.items() if count == longest], "", error)
     return None
-
-
-def _count_shared(module: str, other: str) -> int:
-    """Return the number of leading names that the paths of two modules have in common."""
-    pairs = list(zip(module.split("."), other.split("."), strict=False))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def _subclasses(base: Any) -> Iterator[Any]:

@@ -130,7 +130,7 @@ def wrong_kind(name: str, kind: str) -> Problem:
     assert isinstance(annotation, KindOf)
     if kind in built_in_kinds(annotation.group):
         return Problem(name, kind, part_class_problem(name, find_part(annotation.group, kind)))
-    return unknown_kind(name, annotation.group, kind, annotation.words)
+    return unknown_kind(name, annotation.group, kind, annotation.kinds)
 
 
 @cache
@@ -149,7 +149,7 @@ def _part_class_reason(name: str, part: Any) -> str:
     assert isinstance(annotation, KindOf)
     hint = type_of(*name.split(".", 1))
     if is_built_in(part) and annotation.fact and not annotation.takes(kind_of(part)):
-        return f"must be {kinds_text(annotation.group, annotation.words)}"
+        return f"must be {kinds_text(annotation.group, annotation.kinds)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(annotation.group), *arms) if not issubclass(part, base)]
     if missing:
@@ -191,7 +191,7 @@ def owner_of(path: str) -> Any:
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the legal choices of a key; for parts, the built-in kinds. Empty: the key takes any value of its type."""
     if isinstance(annotation := annotation_at(f"{section}.{key}"), KindOf):
-        return annotation.words or built_in_kinds(annotation.group)
+        return annotation.kinds or built_in_kinds(annotation.group)
     plain = type_of(section, key)
     return get_args(plain) if get_origin(plain) is Literal else ()
 

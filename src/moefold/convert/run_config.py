@@ -14,6 +14,7 @@ from moefold.config.schema import Config
 from moefold.config.upgrade import upgraded
 from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.validate.config import check_model
 
 
@@ -25,6 +26,20 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); repair it or copy it again") from error
+
+
+def config_of_run(option: str, run_dir: Path) -> Config:
+    """Return the config of the run that an option names.
+
+    Raises:
+        ConfigError: the folder holds no run, or another version's recipe.
+    """
+    path = run_dir / CONFIG_FILE
+    tree = read_settings(path)
+    if not tree:
+        setting = Setting(option, str(run_dir))
+        raise ConfigError(f"{setting} holds no run: {path} is missing; name the run.dir of a training run")
+    return parse_run_config(tree, path)
 
 
 def find_run_config(path: Path, model: ModelConfig) -> Config | None:

@@ -74,6 +74,11 @@ class TraceShape:
             )
         return copy
 
+    def count_experts(self, indices: ExpertIndices, step: int) -> np.ndarray:
+        """Return the tokens of each expert, [E]. Zero-computation experts have no computation to balance."""
+        counts = np.bincount(self.check_expert_indices(indices, step, "the trace").ravel(), minlength=self.num_experts)
+        return counts[: self.num_routed_experts]
+
 
 def trace_shape(model: ModelConfig, train: TrainConfig) -> TraceShape:
     """Return the shape of the trace that a run writes."""

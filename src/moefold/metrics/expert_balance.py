@@ -354,9 +354,7 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     counts = np.zeros((len(trace.steps), len(shape.layers), shape.num_routed_experts), dtype=np.uint32)
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
-            indices = shape.check_expert_indices(choices, step, "the trace").ravel()
-            # Zero-computation experts, which are last, have no computation to balance.
-            counts[i, j] = np.bincount(indices, minlength=shape.num_experts)[: shape.num_routed_experts]
+            counts[i, j] = shape.count_experts(choices, step)
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
 

@@ -180,11 +180,12 @@ class OuterWeights:
     def state(self) -> dict[str, int]:
         """Return the part of the state that is not a tensor."""
         tokens = {f"tokens.{fragment}": count for fragment, count in enumerate(self.tokens)}
+        owner = {EXPERT_OWNERS: self._settings.count, EXPERT_OWNER: self._settings.number}
         return {
             "rounds": self.num_rounds,
             **tokens,
             **{kind: 1 for kind in STATES if self._states[kind]},
-            **self._owner_state(),
+            **(owner if self._settings.owns_experts else {}),
             **({} if self.pending is None else {"pending.step": self.pending.step, "pending.due": self.pending.due}),
         }
 
@@ -277,7 +278,3 @@ class OuterWeights:
             first += buffer.numel()
             entries[f"{PENDING}{name}"] = tensor
         return entries
-
-    def _owner_state(self) -> dict[str, int]:
-        settings = self._settings
-        return {EXPERT_OWNERS: settings.count, EXPERT_OWNER: settings.number} if settings.owns_experts else {}

@@ -15,7 +15,7 @@ from moefold.message_text import Problem, Setting
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
 DEGREES = ("tp", "cp", "pp", "ep", "etp")
-"""Degrees that a recipe sets; dp and edp follow from the number of ranks."""
+"""Degrees that a recipe sets. The number of ranks decides dp and edp."""
 DEFAULT_ORDER = "pp-dp-cp-tp"
 DEFAULT_MOE_ORDER = "pp-edp-ep-etp"
 
@@ -138,7 +138,7 @@ def fold(
     order: str = DEFAULT_ORDER,
     moe_order: str = DEFAULT_MOE_ORDER,
 ) -> Layout:
-    """Fold the expert axes over the ranks of attention; dp and edp follow from the world size.
+    """Fold the expert axes over the ranks of attention. The world size decides dp and edp.
 
     Raises:
         ConfigError: a degree is not positive or does not divide, an order is not a permutation of its axes, or the

@@ -13,7 +13,7 @@ from moefold.message_text import Setting
 
 FETCH = Setting("rollout.experts", "fetch")
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
-"""Degrees of sampling that a recipe may set. The ranks of dp, which follows, sample different prompts."""
+"""Degrees of sampling that a recipe may set. They decide dp, whose ranks sample different prompts."""
 
 
 def rollout_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> dict[str, int]:

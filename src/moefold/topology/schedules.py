@@ -39,9 +39,6 @@ def schedule_row(
 
     Args:
         schedule: as in `schedule_named`.
-        rank: pipeline rank.
-        pp: pipeline ranks.
-        virtual_stages: stages per rank.
         num_micro_batches: a number that the schedule accepts.
         overlap: whether the slots are for `overlap_experts`.
     """

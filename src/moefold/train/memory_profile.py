@@ -117,8 +117,10 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
     torch.set_num_threads(1)
     # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
-    buffers = _dispatch_buffer_bytes(cfg)
     dispatcher = chosen(cfg, DispatcherPart)
+    sizes = exchange_sizes(cfg)
+    # From buffers on the meta device.
+    buffers = 0 if sizes is None else dispatcher.measured_reserved_bytes(sizes)
     if dispatcher.kernel_package or dispatcher.resolves_to:
         # The weights do not depend on it, and its package need not be installed here.
         cfg = replace(cfg, parallel=replace(cfg.parallel, dispatcher=default_part(DispatcherPart).kind))
@@ -169,12 +171,6 @@ def _cast_copy_bytes(run: RunConfig, model: ModelConfig, parameters: dict[str, n
 
 def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
     return train.offload_optimizer != "none" and _tensor_bytes(moment) >= max(train.offload_min_kib * 2**10, 1)
-
-
-def _dispatch_buffer_bytes(cfg: Config) -> int:
-    """Return the bytes of the buffers that the dispatcher of a rank allocates, from buffers on the meta device."""
-    sizes = exchange_sizes(cfg)
-    return 0 if sizes is None else chosen(cfg, DispatcherPart).measured_reserved_bytes(sizes)
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -274,7 +274,8 @@ class RegroupLoop:
                 _drop_frames(failure)
             self._free_groups()
             try:
-                generation = self._regroup.agree_on_next(self._facts(), self._choose_members)
+                facts = {"snapshots": snapshot_facts(self._history.snapshots), "saved_step": self._history.saved_step}
+                generation = self._regroup.agree_on_next(facts, self._choose_members)
             except NoRankLostError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
@@ -329,10 +330,6 @@ class RegroupLoop:
         """Return the last activity of a lost rank, and how its process ended."""
         how = self._regroup.exit_description(rank)
         return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the facts of this rank for the choice of the members, as JSON."""
-        return {"snapshots": snapshot_facts(self._history.snapshots), "saved_step": self._history.saved_step}
 
     def _choose_members(self, facts: Mapping[int, Any], lost: Sequence[int]) -> tuple[Sequence[int], Any]:
         survivors = sorted(facts)

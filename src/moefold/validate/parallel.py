@@ -289,7 +289,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[Problem]:
         segment = seq_len // (2 * cp if zigzag else cp)
         cores = (layer.core for layer in cfg.model.decoder_layers)
         taps = max((core.conv_kernel for core in cores), default=1)
-        if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
+        if cp > 1 and segment < taps - 1:
             enough = divisor * -(-(taps - 1) * seq_len // segment // divisor)
             yield Problem(
                 "train.seq_len",

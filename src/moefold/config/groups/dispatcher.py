@@ -25,7 +25,7 @@ class DispatchSizes:
     """Sizes of the largest exchange of a micro-batch, for building a dispatcher and its buffers."""
 
     num_experts: int
-    """E, over all ranks; a multiple of ep."""
+    """E, over all ranks, a multiple of ep."""
     max_rows: int
     """Routed tokens of a rank: its tokens times top_k."""
     width: int

@@ -556,6 +556,7 @@ class _MoECost(_BlockCost):
 
     def block_time(self) -> BlockTime:
         gemm = self.gemm
+        clamp_factor = UNFUSED_CLAMP_FACTOR if self.workload.unfused_clamp else 1.0
         experts_s, experts_back_s, weights_s = swiglu_mlp_s(
             gemm,
             self.expert_tokens,
@@ -563,7 +564,7 @@ class _MoECost(_BlockCost):
             self.width,
             self.num_matrices,
             self.local_experts,
-            1.0 if self.has_fused_activation else self._unfused_activation_passes,
+            1.0 if self.has_fused_activation else CLAMPED_SWIGLU_PASSES * clamp_factor,
         )
         comm = self._ep_comm(gemm.value_bytes)
         router_s = self._router_s()
@@ -598,10 +599,6 @@ class _MoECost(_BlockCost):
         recompute.append(("moe", sum(work.seconds for work in forward)))
         syncs = 0.0 if self.workload.capacity_factor else 1.0
         return BlockTime(tuple(forward), tuple(backward), weights_s, kernels, syncs, tuple(recompute))
-
-    @property
-    def _unfused_activation_passes(self) -> float:
-        return CLAMPED_SWIGLU_PASSES * (UNFUSED_CLAMP_FACTOR if self.workload.unfused_clamp else 1.0)
 
     def _activation_again_s(self) -> float:
         """Return the seconds of recomputing the experts' activation."""

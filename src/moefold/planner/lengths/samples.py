@@ -13,7 +13,6 @@ import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
-from moefold.config.run import SETTINGS_FILE
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution
@@ -138,16 +137,10 @@ def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
 def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     """Read the document lengths of the first samples that a run trains on."""
     # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
-    from moefold.convert.run_config import parse_run_config, read_settings
+    from moefold.convert.run_config import config_of_run
     from moefold.data.dataset import dataset_request, open_dataset
 
-    path = folder / SETTINGS_FILE
-    tree = read_settings(path)
-    if not tree:
-        raise ConfigError(
-            f"{Setting('--lengths', str(folder))} holds no run: {path} is missing; name the run.dir of a run"
-        )
-    cfg = parse_run_config(tree, path)
+    cfg = config_of_run("--lengths", folder)
     check_documents(cfg.data, cfg.rl, str(folder))
     if cfg.train.seq_len != seq_len:
         raise ConfigError(

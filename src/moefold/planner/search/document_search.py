@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import inf
 from typing import Any
 
 from moefold.config.groups.context import ContextPart
@@ -36,8 +35,7 @@ class DocumentSearch:
         best: list[list[PlannedMapping]] = [[] for _ in targets]
         # Planned attention takes least, so that the other searches end early.
         for strategy in sorted(self.searches, key=lambda one: one is None or not one.is_planned):
-            limits = [_limit_s(plans, target.count) for plans, target in zip(best, targets, strict=True)]
-            found[strategy] = self.searches[strategy].find(targets, limits)
+            found[strategy] = self.searches[strategy].find(list(map(_limited, targets, best)))
             best = [
                 self._best_of_folds([found[one][i] if one in found else [] for one in self.searches])[: target.count]
                 for i, target in enumerate(targets)
@@ -68,9 +66,7 @@ class DocumentSearch:
         return list(best.values())
 
 
-def _limit_s(plans: Sequence[PlannedMapping], count: int) -> float:
-    """Return the seconds below which a mapping may be one of the best `count`, given the best so far.
-
-    Mappings that take equally long are included, with sums that differ in their last bits.
-    """
-    return plans[count - 1].time.total_s * (1 + 1e-9) if len(plans) >= count else inf
+def _limited(target: SearchTarget, best: Sequence[PlannedMapping]) -> SearchTarget:
+    """Return a target without the mappings that take longer than its best ones so far, with rounding."""
+    is_found = len(best) >= target.count
+    return replace(target, limit_s=best[target.count - 1].time.total_s * (1 + 1e-9)) if is_found else target

@@ -98,6 +98,8 @@ class SearchTarget:
     zero_stages: tuple[int, ...] = ALL_ZERO_STAGES
     title: str = ""
     """Name for display."""
+    limit_s: float = inf
+    """Seconds that a mapping has to beat."""
 
 
 class _Node(NamedTuple):
@@ -118,9 +120,9 @@ class _Node(NamedTuple):
 class _TargetResults:
     """The best mappings of a target so far, one for each fold."""
 
-    def __init__(self, target: SearchTarget, limit_s: float = inf) -> None:
+    def __init__(self, target: SearchTarget) -> None:
         self.target = target
-        self.limit_s = limit_s
+        self.limit_s = target.limit_s
         """Seconds that another fold has to beat."""
         self.best: dict[Fold, TimedMapping] = {}
         self.accepts = cache(target.accepts)
@@ -151,16 +153,9 @@ class Search:
         self._layer_bounds: dict[tuple[int, ...], tuple[float, DispatcherPart | None]] = {}
         """Results of `_add_layer_bounds` with their dispatchers, by `_layers_key`."""
 
-    def find(
-        self, targets: Sequence[SearchTarget], limits: Sequence[float] | None = None
-    ) -> list[list[PlannedMapping]]:
-        """Return the best mappings of each target that fit, best first, each of another fold.
-
-        Args:
-            limits: seconds that the mappings of each target have to beat; None: any.
-        """
-        limits = [inf] * len(targets) if limits is None else limits
-        found = [_TargetResults(target, limit_s) for target, limit_s in zip(targets, limits, strict=True)]
+    def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
+        """Return the best mappings of each target that fit, best first, each of another fold."""
+        found = [_TargetResults(target) for target in targets]
         folds = self.space.folds if self.memory.any_fits else ()
         bounds = self._fold_bounds_s(folds)
         queue = [_Node(bound, i, view, fold) for i, (bound, (fold, view)) in enumerate(zip(bounds, folds, strict=True))]
@@ -209,7 +204,7 @@ class Search:
 
         In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
-        found = _TargetResults(SearchTarget(len(self.space.folds), accepts, zero_stages), limit_s)
+        found = _TargetResults(SearchTarget(len(self.space.folds), accepts, zero_stages, limit_s=limit_s))
         for fold, view in self.space.folds:
             if not accepts(fold):
                 continue

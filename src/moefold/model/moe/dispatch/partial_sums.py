@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -40,10 +40,6 @@ class DispatchState:
         """Tokens of each expert of this rank."""
         return self.received.tokens_per_expert
 
-    def without_probs(self) -> Self:
-        """Return the state after the experts have applied the probabilities."""
-        return replace(self, arrived=replace(self.received, probs_NK=None))
-
 
 StateT = TypeVar("StateT", bound=DispatchState)
 
@@ -74,4 +70,5 @@ class PartialSumDispatcher(Dispatcher[StateT]):
         """Permute the routing probabilities, which this rank has."""
         received = metadata.received
         assert received.probs_NK is not None
-        return permute_probs(received.probs_NK, received.permutation), metadata.without_probs()
+        probs_R = permute_probs(received.probs_NK, received.permutation)
+        return probs_R, replace(metadata, arrived=replace(received, probs_NK=None))
