@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 # The threads of the package do not survive a fork, but there is none here.
@@ -153,18 +153,18 @@ class _Tokens:
             for text, number in declarations["added_tokens"].items():
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
-        # Like transformers: a token of another file is replaced by its id.
+            by_id |= backend.get_added_tokens_decoder()
+        # Like transformers: of two tokens of an id, the one of added_tokens_decoder counts, else that of tokenizer.json.
         self.by_id = {**backend.get_added_tokens_decoder(), **by_id}
         padding = backend.padding or {}
         if "pad_token" in padding:
             defaults.setdefault("pad_token", padding["pad_token"])
         self._declared = {**defaults, **declared}
         extra = _extra(declared)
-        if isinstance(extra, dict):
-            self._declared |= extra
-            extra = []
-        self.extra = [_special_token(token) for token in extra]
-        self.names = _named(self._declared)
+        specific = {**(extra if isinstance(extra, dict) else {}), **(declared.get("model_specific_special_tokens") or {})}
+        self._declared |= specific
+        self.extra = [] if isinstance(extra, dict) else [_special_token(token) for token in extra]
+        self.names = _named(self._declared, specific)
         """The special tokens by name."""
 
     def special(self) -> list[tokenizers.AddedToken]:
@@ -188,11 +188,12 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
     return _added_token(declared) if isinstance(declared, dict) else tokenizers.AddedToken(declared, special=True)
 
 
-def _named(values: Mapping[str, Any]) -> dict[str, str]:
+def _named(values: Mapping[str, Any], specific: Collection[str] = ()) -> dict[str, str]:
+    """Return the tokens of the keys that end in `_token`, and of the `specific` keys."""
     names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        if (name.endswith("_token") or name in specific) and isinstance(text, str):
             names[name] = text
     return {name: names[name] for name in (*_STANDARD_TOKENS, *names) if name in names}
 
