@@ -154,16 +154,19 @@ class _Tokens:
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
             by_id |= backend.get_added_tokens_decoder()
-        # Like transformers: of two tokens of an id, the one of added_tokens_decoder counts, else that of tokenizer.json.
+        # Like transformers: added_tokens_decoder replaces tokens of tokenizer.json, which replace added_tokens.json's.
         self.by_id = {**backend.get_added_tokens_decoder(), **by_id}
         padding = backend.padding or {}
         if "pad_token" in padding:
             defaults.setdefault("pad_token", padding["pad_token"])
         self._declared = {**defaults, **declared}
         extra = _extra(declared)
-        specific = {**(extra if isinstance(extra, dict) else {}), **(declared.get("model_specific_special_tokens") or {})}
+        specific = dict(declared.get("model_specific_special_tokens") or {})
+        if isinstance(extra, dict):
+            specific = extra | specific
+            extra = []
         self._declared |= specific
-        self.extra = [] if isinstance(extra, dict) else [_special_token(token) for token in extra]
+        self.extra = [_special_token(token) for token in extra]
         self.names = _named(self._declared, specific)
         """The special tokens by name."""
 
