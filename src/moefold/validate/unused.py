@@ -133,11 +133,14 @@ UNUSED_KEY_RULES = (
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
-    UnusedKeyRule(
-        "moe.trace_every",
-        lambda cfg: cfg.moe.trace_every > cfg.run.steps,
-        "the run ends earlier, after run.steps",
-        "choose at most run.steps",
+    *(
+        UnusedKeyRule(
+            key,
+            lambda cfg, key=key: read_key(cfg, key) > cfg.run.steps,
+            "the run ends earlier, after run.steps",
+            "choose at most run.steps",
+        )
+        for key in ("moe.trace_every", "train.reset_moments_every", "metrics.memory_every")
     ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
