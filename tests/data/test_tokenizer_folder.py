@@ -286,6 +286,12 @@ def test_settings_that_cannot_be_followed_are_noted(tmp_path: Path, sources: dic
     write_folder(tmp_path, {"tokenizer.json": sources["bytes"], "tokenizer_config.json": settings})
     (note,) = JsonTokenizer(tmp_path).notes
     assert "transformers has a class BertTokenizer for it, whose code may replace parts of it" in note
+    tokens = {str(token.pop("id")): token for token in json.loads(sources["bytes"])["added_tokens"]}
+    for listed, notes in ((tokens, ()), (dict([*tokens.items()][1:]), ("added_tokens_decoder lacks '<unk>' of",))):
+        settings |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": listed}
+        write_folder(tmp_path, {"tokenizer.json": sources["bytes"], "tokenizer_config.json": settings})
+        found = JsonTokenizer(tmp_path).notes
+        assert all(part in note for part, note in zip(notes, found, strict=True))
 
 
 def test_the_table_of_classes_equals_the_installed_transformers():

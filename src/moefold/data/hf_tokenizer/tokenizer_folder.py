@@ -290,6 +290,11 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     }
     with translate_tokenizer_errors(file, "has parts or added tokens that do not fit it"):
         answer = process.declare(declarations)
+    if declarations["class"] and "added_tokens_decoder" in settings and answer["unlisted"]:
+        notes.append(
+            f"{folder / TOKENIZER_CONFIG_FILE}: added_tokens_decoder lacks {answer['unlisted'][0]!r} of {file.name}, "
+            f"and transformers' class {name} gives another id to such a token; the id of {file.name} is taken: list it"
+        )
     templates, template_file = _read_templates(folder, settings)
     return TokenizerFolder(
         file=file,

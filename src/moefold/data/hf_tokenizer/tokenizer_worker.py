@@ -56,6 +56,8 @@ class TokenizerWorker:
         """Apply the declarations of the files next to the tokenizer, and return facts of its vocabulary."""
         del request
         spec: dict[str, Any] = json.loads(payload)
+        listed = {int(number) for number in spec["settings"].get("added_tokens_decoder", {})}
+        unlisted = [t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if i not in listed]
         names = _apply_declarations(self._tokenizer, spec)
         self._post_processor = self._tokenizer.post_processor
         self._cleans_up = _cleans_up(spec["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
@@ -69,6 +71,7 @@ class TokenizerWorker:
             "known_ids": [number for number in spec["asked_ids"] if number in ids],
             "vocab_size": max(ids, default=-1) + 1,
             "added_ids": sorted(self._tokenizer.get_added_tokens_decoder()),
+            "unlisted": unlisted,
         }
         return answer, b""
 
