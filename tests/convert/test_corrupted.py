@@ -163,6 +163,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown family": (lambda f: _edit_config(f, model_type="mixtrel"), "did you mean 'mixtral'?"),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    "generation settings that are no object": (
+        lambda f: (f / "generation_config.json").write_text("[]"),
+        "generation_config.json' is not a JSON object",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     "tokenizer of another kind": (

@@ -75,7 +75,8 @@ def test_a_turn_that_cannot_be_found_is_refused():
 
 def test_it_renders_as_transformers_does():
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    for source in (BYTES_TEMPLATE, MARKED):
+    tests_variables = "{{ documents is defined }}{{ tools is defined }}{{ foo is defined }}" + BYTES_TEMPLATE
+    for source in (BYTES_TEMPLATE, MARKED, tests_variables):
         chat = template(source, bos_token="<s>", eos_token="</s>")
         texts, indices = utils.render_jinja_template(
             [CHAT],

@@ -94,6 +94,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "old-extra": {**PLAIN, "additional_special_tokens": ["<image>", "<turn>"]},
     "new-extra": {**PLAIN, "extra_special_tokens": ["<image>"]},
     "named-extra": {**PLAIN, "extra_special_tokens": {"image_token": "<image>"}},
+    "any-name-extra": {**PLAIN, "extra_special_tokens": {"image": "<image>"}},
+    "specific": {**PLAIN, "model_specific_special_tokens": {"image": "<image>", "begin_token": "<turn>"}},
     "own-token": {**PLAIN, "image_token": "<image>"},
     "decoder": {**PLAIN, "added_tokens_decoder": DECODER},
     "decoder-strips": {**PLAIN, "added_tokens_decoder": {"400": added("<new>", lstrip=True, special=False)}},
@@ -118,6 +120,7 @@ FILES: dict[str, dict[str, Any]] = {
     "map": {"special_tokens_map.json": {"eos_token": "<turn>", "pad_token": added("<pad>")}},
     "map-extra": {"special_tokens_map.json": {"additional_special_tokens": ["<image>"], "bos_token": "<s>"}},
     "added": {"added_tokens.json": {"<new>": 400, "<eos>": 4}},
+    "added-unnamed": {"added_tokens.json": {"<turn>": 5}, "tokenizer_config.json": {}},
     "qwen-moe": {"config.json": {"model_type": "qwen3_moe", "eos_token_id": 2}},
     "olmoe": {"config.json": {"model_type": "olmoe"}},
     "mixtral": {"config.json": {"model_type": "mixtral", "tokenizer_class": "LlamaTokenizer"}},
@@ -283,6 +286,12 @@ def test_settings_that_cannot_be_followed_are_noted(tmp_path: Path, sources: dic
     write_folder(tmp_path, {"tokenizer.json": sources["bytes"], "tokenizer_config.json": settings})
     (note,) = JsonTokenizer(tmp_path).notes
     assert "transformers has a class BertTokenizer for it, whose code may replace parts of it" in note
+    tokens = {str(token.pop("id")): token for token in json.loads(sources["bytes"])["added_tokens"]}
+    for listed, notes in ((tokens, ()), (dict([*tokens.items()][1:]), ("added_tokens_decoder lacks '<unk>' of",))):
+        settings |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": listed}
+        write_folder(tmp_path, {"tokenizer.json": sources["bytes"], "tokenizer_config.json": settings})
+        found = JsonTokenizer(tmp_path).notes
+        assert all(part in note for part, note in zip(notes, found, strict=True))
 
 
 def test_the_table_of_classes_equals_the_installed_transformers():

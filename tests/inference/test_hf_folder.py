@@ -79,6 +79,19 @@ def test_sizes_read_from_a_folder(tmp_path, dtype, name):
     assert source.model.ffn.moe.num_experts == 6
 
 
+@pytest.mark.parametrize(
+    ("generation", "ends"), [(None, {2}), ([], {2}), ([7, 99], {7}), ("7", None), (7.0, None), (True, None), (-1, None)]
+)
+def test_ends_of_generation_config_are_ids_of_the_model_or_refused(tmp_path, generation, ends):
+    folder = save_model(make_model("mixtral", eos_token_id=2), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    if ends is None:
+        with pytest.raises(ConfigError, match="generation_config.json: eos_token_id=.* must be an id"):
+            find_source(str(folder))
+    else:
+        assert find_source(str(folder)).eos_ids == ends
+
+
 @pytest.mark.parametrize("given", ["2048", 1.5, -1, True])
 def test_a_context_that_is_not_a_number_is_one_message(tmp_path, given):
     folder = save_model(make_model("mixtral"), tmp_path / "model")

@@ -112,6 +112,9 @@ ADAPTERS = {
         "lora.targets='wq_up' names no matrix of this model that can be adapted; choose all, attention, dense_mlp, "
         "experts, wq, wk, wv, wo, w_gate, w_up, w_down"
     ),
+    f"{_LORA} lora.targets=['wq','wq']": (
+        "lora.targets=['wq', 'wq'] names a target twice; name another, or leave it out once"
+    ),
     f"{_LORA} lora.targets=[]": "lora.targets=[] adapts nothing; name all, attention, dense_mlp, experts, wq, wk,...",
     "lora.rank=300": (
         "lora.rank=300 must be at most 256, the smaller side of layers.0.attention.wq [256, 256]; choose a lower rank, "

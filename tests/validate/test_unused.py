@@ -166,6 +166,8 @@ CASES = [
     ("moe.aux_loss=0.1", ["moe.choice=skewed"], ["moe.choice=topk"]),
     ("moe.aux_loss=0.1", ["moe.choice=round_robin"], ["moe.choice=topk"]),
     ("moe.trace_every=5", ["run.steps=4"], ["run.steps=5"]),
+    ("train.reset_moments_every=5", ["run.steps=4"], ["run.steps=5"]),
+    ("metrics.memory_every=5", ["run.steps=4"], ["run.steps=5"]),
     ("moe.choice=sinkhorn", ["model.layers=4 dense"], ["model.layers=4"]),
     ("moe.input_jitter=0.1", ["model.layers=4 dense"], ["model.layers=4"]),
     ("model.attention.indexer.top_k=8", ["model.layers=4 linear"], ["model.layers=2 x (linear, full)"]),

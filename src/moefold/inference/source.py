@@ -16,8 +16,8 @@ from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_settings
 from moefold.data.conversations.reward_prompt import RewardPrompt, stored_reward_prompt
-from moefold.data.hf_tokenizer.tokenizer_folder import tokenizer_file
-from moefold.data.input_paths import CHAT_TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE, existing_path
+from moefold.data.hf_tokenizer.tokenizer_folder import declared_ends, tokenizer_file
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, CONFIG_FILE, existing_path
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 
@@ -135,7 +135,7 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     folder = find_sidecar_dir(source.path)
     if folder is not None and (folder / CONFIG_FILE).is_file():
         # The model supports at least these, even if the sequences of the run are shorter.
-        context = _context_tokens(_read_hf_configs(folder)[0], folder)
+        context = _context_tokens(read_settings(folder / CONFIG_FILE), folder)
         source = replace(source, context=max(source.context, context) if is_trained else context)
     file = tokenizer_file(source.path if folder is None else folder)
     if not is_trained:
@@ -147,17 +147,12 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
         )
     if folder is None or not have_same_ids(Path(source.data.tokenizer), file):
         return source
-    return replace(source, eos_ids=_eos_ids(*_read_hf_configs(folder)))
+    return replace(source, eos_ids=_eos_ids(folder, source.model))
 
 
-def _read_hf_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read config.json and generation_config.json."""
-    return read_settings(path / CONFIG_FILE), read_settings(path / GENERATION_FILE)
-
-
-def _eos_ids(keys: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
-    eos = generation.get("eos_token_id", keys.get("eos_token_id"))
-    return frozenset(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int))
+def _eos_ids(folder: Path, model: ModelConfig) -> frozenset[int]:
+    """Return the declared ends that the model can generate."""
+    return frozenset(number for number in declared_ends(folder) if number < model.vocab_size)
 
 
 def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
@@ -175,7 +170,7 @@ def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
         data,
         stored if stored in ("bfloat16", "float64") else "float32",
         context,
-        eos_ids=_eos_ids(keys, read_settings(path / GENERATION_FILE)),
+        eos_ids=_eos_ids(path, model),
         uses_hf_text_start=True,
         notices=tuple(f"{str(path)!r}: {report.note()}" for report in reports if report.note()),
     )

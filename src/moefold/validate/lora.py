@@ -31,6 +31,8 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[Problem]:
             rule = "names no matrix of this model that can be adapted"
             way_out = f"{f'moefold calls it {matrix}; ' if matrix else ''}choose {_listed(names)}"
             yield Problem("lora.targets", target, rule, way_out)
+    if len(set(lora.targets)) < len(lora.targets):
+        yield Problem("lora.targets", list(lora.targets), "names a target twice", "name another, or leave it out once")
     for name, weight in adapted_weights(model, lora).items():
         limit = min(weight.shape[-2:])
         if lora.rank > limit:

@@ -49,6 +49,10 @@ def _has_no(word: str) -> Callable[[Config], bool]:
     return lambda cfg: all(word not in words for words in cfg.model.layer_words)
 
 
+def _is_after_run(key: str) -> Callable[[Config], bool]:
+    return lambda cfg: bool(read_key(cfg, key) > cfg.run.steps)
+
+
 LAYER_RULES = (
     *(
         UnusedKeyRule(keys, _has_no(word), f"no layer of model.layers is {word!r}", f"name {word!r} in model.layers")
@@ -133,11 +137,9 @@ UNUSED_KEY_RULES = (
         "a moe.choice other than 'topk' balances by itself",
         "choose moe.choice='topk'",
     ),
-    UnusedKeyRule(
-        "moe.trace_every",
-        lambda cfg: cfg.moe.trace_every > cfg.run.steps,
-        "the run ends earlier, after run.steps",
-        "choose at most run.steps",
+    *(
+        UnusedKeyRule(key, _is_after_run(key), "the run ends earlier, after run.steps", "choose at most run.steps")
+        for key in ("moe.trace_every", "train.reset_moments_every", "metrics.memory_every")
     ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",

@@ -85,10 +85,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(folder)!r} does not exist or is not a folder; {hint}")
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r} is not a Hugging Face folder: it has no {CONFIG_FILE}")
-    keys = _read_keys(path)
-    if not keys:
-        raise ConfigError(f"{str(path)!r} is not a JSON object")
-    return keys
+    return _read_keys(path)
 
 
 def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
@@ -254,4 +251,6 @@ def _read_keys(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not JSON: {error}") from None
-    return keys if isinstance(keys, dict) else {}
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{str(path)!r} is not a JSON object; repair it or copy it again")
+    return keys

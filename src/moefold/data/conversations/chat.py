@@ -63,7 +63,7 @@ BYTES_TEMPLATE = """\
 CHAT_DATE = datetime(2024, 7, 26)
 """Date written by a template's `strftime_now`: the date that Llama's templates use without a clock."""
 
-_RENDERING_VERSION = 2
+_RENDERING_VERSION = 3
 """Version of the search for turns in a conversation, whose results are part of cached tokens."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = Mapping[str, Any]

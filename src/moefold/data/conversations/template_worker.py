@@ -88,7 +88,8 @@ class _Conversation:
             "tools": self._tools,
             "add_generation_prompt": prompts,
         }
-        text = self._render({**self._settings["special_tokens"], **self._variables, **values})
+        # transformers defines the documents of a template too, and templates test for that.
+        text = self._render({**self._settings["special_tokens"], "documents": None, **self._variables, **values})
         if len(text) > (limit := self._settings["most_characters"]):
             raise TemplateRenderError(f"it writes more than {limit:,} characters")
         return _split_at_marks(text, *self._settings["marks"])

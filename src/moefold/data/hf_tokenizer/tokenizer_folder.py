@@ -167,10 +167,8 @@ class TokenizerFolder:
     """Chat templates by name. A template without a name is `DEFAULT_TEMPLATE`."""
     template_file: Path
     """Origin of the templates, for messages."""
-    ends: tuple[int, ...]
-    """Ids that end a generated text, declared by generation_config.json, else config.json; may be empty."""
     usable_end: int | None
-    """First id of `ends`, if it is in the vocabulary."""
+    """First id of `declared_ends`, if it is in the vocabulary."""
     notes: tuple[str, ...]
     """Notes on guesses for missing declarations, and on declarations that are not supported."""
 
@@ -269,7 +267,7 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
         raise ConfigError(Problem("data.tokenizer", str(path), f"is not a {TOKENIZER_FILE}: {way_out}"))
     settings = _read_object(folder / TOKENIZER_CONFIG_FILE)
     config = _read_object(folder / CONFIG_FILE)
-    ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
+    ends = declared_ends(folder)
     is_slow = file.name == SLOW_FILES[0]
     _check_file_choice(file, settings)
     process = _start_process(file, limits or TokenizerLimits())
@@ -292,6 +290,11 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     }
     with translate_tokenizer_errors(file, "has parts or added tokens that do not fit it"):
         answer = process.declare(declarations)
+    if declarations["class"] and "added_tokens_decoder" in settings and answer["unlisted"]:
+        notes.append(
+            f"{folder / TOKENIZER_CONFIG_FILE}: added_tokens_decoder lacks {answer['unlisted'][0]!r} of {file.name}, "
+            f"and transformers' class {name} gives another id to such a token; the id of {file.name} is taken: list it"
+        )
     templates, template_file = _read_templates(folder, settings)
     return TokenizerFolder(
         file=file,
@@ -302,7 +305,6 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
         special_tokens=answer["special_tokens"],
         templates=templates,
         template_file=template_file,
-        ends=ends,
         usable_end=ends[0] if answer["known_ids"] else None,
         notes=tuple(notes),
     )
@@ -386,9 +388,22 @@ def read_template(file: Path) -> str:
         raise ConfigError(f"{file} is not readable text ({error}); name a chat template in UTF-8") from error
 
 
-def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    ends = config.get("eos_token_id")
-    return tuple(number for number in (ends if isinstance(ends, list) else [ends]) if type(number) is int)
+def declared_ends(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a generated text, of generation_config.json, else of config.json; may be empty.
+
+    Raises:
+        ConfigError: eos_token_id is neither an id nor a list of ids.
+    """
+    for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        declared = _read_object(file).get("eos_token_id")
+        ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if any(type(number) is not int or number < 0 for number in ends):
+            raise ConfigError(
+                f"{file}: eos_token_id={declared!r} must be an id, or a list of ids; correct or remove it"
+            )
+        if ends:
+            return tuple(ends)
+    return ()
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 # The threads of the package do not survive a fork, but there is none here.
@@ -56,6 +56,8 @@ class TokenizerWorker:
         """Apply the declarations of the files next to the tokenizer, and return facts of its vocabulary."""
         del request
         spec: dict[str, Any] = json.loads(payload)
+        listed = {int(number) for number in spec["settings"].get("added_tokens_decoder", {})}
+        unlisted = [t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if i not in listed]
         names = _apply_declarations(self._tokenizer, spec)
         self._post_processor = self._tokenizer.post_processor
         self._cleans_up = _cleans_up(spec["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
@@ -69,6 +71,7 @@ class TokenizerWorker:
             "known_ids": [number for number in spec["asked_ids"] if number in ids],
             "vocab_size": max(ids, default=-1) + 1,
             "added_ids": sorted(self._tokenizer.get_added_tokens_decoder()),
+            "unlisted": unlisted,
         }
         return answer, b""
 
@@ -153,18 +156,21 @@ class _Tokens:
             for text, number in declarations["added_tokens"].items():
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
-        # Like transformers: a token of another file is replaced by its id.
+            by_id |= backend.get_added_tokens_decoder()
+        # Like transformers: added_tokens_decoder replaces tokens of tokenizer.json, which replace added_tokens.json's.
         self.by_id = {**backend.get_added_tokens_decoder(), **by_id}
         padding = backend.padding or {}
         if "pad_token" in padding:
             defaults.setdefault("pad_token", padding["pad_token"])
         self._declared = {**defaults, **declared}
         extra = _extra(declared)
+        specific = dict(declared.get("model_specific_special_tokens") or {})
         if isinstance(extra, dict):
-            self._declared |= extra
+            specific = extra | specific
             extra = []
+        self._declared |= specific
         self.extra = [_special_token(token) for token in extra]
-        self.names = _named(self._declared)
+        self.names = _named(self._declared, specific)
         """The special tokens by name."""
 
     def special(self) -> list[tokenizers.AddedToken]:
@@ -188,11 +194,12 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
     return _added_token(declared) if isinstance(declared, dict) else tokenizers.AddedToken(declared, special=True)
 
 
-def _named(values: Mapping[str, Any]) -> dict[str, str]:
+def _named(values: Mapping[str, Any], specific: Collection[str] = ()) -> dict[str, str]:
+    """Return the tokens of the keys that end in `_token`, and of the `specific` keys."""
     names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
+        if (name.endswith("_token") or name in specific) and isinstance(text, str):
             names[name] = text
     return {name: names[name] for name in (*_STANDARD_TOKENS, *names) if name in names}
 
