@@ -20,11 +20,12 @@ from moefold.config.model import ModelConfig
 from moefold.config.part_table import import_part_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
-from moefold.config.suggestions import closest_match, default_of, nearest_numbers
+from moefold.config.suggestions import default_of
 from moefold.config.tree import Tree
 from moefold.config.upgrade import check_format
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
+from moefold.message_text import closest_match, nearest_numbers
 from moefold.validate.config import check_config, is_legal
 from moefold.validate.unused import check_unused_keys
 

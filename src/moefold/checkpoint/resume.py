@@ -20,9 +20,8 @@ from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_numbers
 from moefold.errors import ConfigError
-from moefold.message_text import format_list
+from moefold.message_text import format_list, nearest_numbers
 from moefold.remote_path import to_path
 from moefold.topology.layout import divisors
 

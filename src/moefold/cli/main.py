@@ -128,7 +128,7 @@ def _dispatch(argv: list[str]) -> int:
     name = _listed_name(argv[0])
     if not name.startswith("-") and name not in COMMANDS:
         # The schema takes longer to import than the help of all commands to print.
-        from moefold.config.suggestions import closest_match
+        from moefold.message_text import closest_match
 
         if name in REPLACED_COMMANDS:
             raise ConfigError(f"moefold {name} is {REPLACED_COMMANDS[name]} now")

@@ -12,6 +12,8 @@ from moefold.message_text import Setting
 
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9
+MAX_LAYERS = 10_000
+"""Layers of a model, which limits the memory for untrusted text."""
 MAX_SAMPLE_TOKENS = 2**24
 """Tokens per sample."""
 MAX_MICRO_BATCHES = 2**16

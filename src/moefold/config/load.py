@@ -36,7 +36,6 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import (
     annotation_at,
     choices_of,
-    closest_match,
     default_of,
     describe_key,
     explain_unknown_key,
@@ -51,7 +50,7 @@ from moefold.config.suggestions import (
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem
+from moefold.message_text import Problem, closest_match
 
 Problems = dict[str, str | Problem | ConfigError]
 AUTO_MAPPING = "auto"

@@ -9,7 +9,7 @@ class of its group, in `config/groups/`.
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from moefold.config.part_registry import (
     built_in_kinds,
@@ -21,9 +21,11 @@ from moefold.config.part_registry import (
     kinds_with,
 )
 from moefold.config.plugins import origin_of, rebuild
-from moefold.config.small_sizes import SmallSizes
 from moefold.errors import RunError
 from moefold.message_text import Problem
+
+if TYPE_CHECKING:
+    from moefold.config.small_sizes import SmallSizes
 
 Built = TypeVar("Built")
 
@@ -129,7 +131,7 @@ class Part:
         """Yield the keys without effect with this part, except keys of parts of other kinds; called like `check`."""
         yield from ()
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the part with small sizes and the same code paths, for `moefold verify --shrink`."""
         nested = {field.name: getattr(self, field.name) for field in fields(self)}
         shrunk = {name: part.shrink(small) for name, part in nested.items() if isinstance(part, Part)}

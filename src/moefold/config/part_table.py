@@ -41,9 +41,7 @@ from moefold.config.plugins import (
 )
 from moefold.config.suggestions import (
     annotation_at,
-    closest_match,
     group_at,
-    join_with_or,
     kind_settings,
     list_advice,
     owners_of,
@@ -51,7 +49,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem, Setting, UnquotedText, first_line
+from moefold.message_text import Problem, Setting, UnquotedText, closest_match, first_line, join_with_or
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)

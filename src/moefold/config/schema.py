@@ -25,7 +25,30 @@ from moefold.config.part import keys_of
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
-from moefold.config.train import BatchShape, TrainConfig
+from moefold.config.train import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Sizes of a global batch, and the ranks that share it."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    """Micro-batches of a data-parallel rank, including micro-batches of only padding."""
+    seq_len: int
+    vocab_size: int
+    mtp_layers: int
+    """Layers of multi-token prediction, each with targets of its own."""
+    dp: int
+    cp: int
+    context: ContextPart
+    is_float64: bool
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a data-parallel rank, padding included."""
+        return self.num_micro_batches * self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +79,7 @@ class Config:
     @property
     def trains_indexers_only(self) -> bool:
         """Return whether only the indexers of sparse attention learn, in their warm-up stage."""
-        return self.train.trains_indexers_only(self.model)
+        return self.model.trains_indexers_only(self.train)
 
     @property
     def trains_adapters_only(self) -> bool:

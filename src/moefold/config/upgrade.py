@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
 from moefold.config.part_registry import find_part, kinds
 from moefold.config.part_table import NONE, shown_value, toml_value
-from moefold.config.suggestions import annotation_at, choices_of, default_of, group_at, join_with_or, kind_settings
+from moefold.config.suggestions import annotation_at, choices_of, default_of, group_at, kind_settings
 from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
+from moefold.message_text import join_with_or
 
 FORMAT = 2
 """Format of recipes and checkpoints that this version writes. It reads older ones."""

@@ -63,7 +63,7 @@ def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> s
     """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
     if lora.trains_adapters_only:
         return f".{MODULE_NAME}."
-    return ".indexer." if train.trains_indexers_only(model) else ""
+    return ".indexer." if model.trains_indexers_only(train) else ""
 
 
 def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:

@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.residual_multiplier = layer.residual.multiplier
         self.norms_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
-        self.is_frozen = settings.train.trains_indexers_only(model)
+        self.is_frozen = model.trains_indexers_only(settings.train)
         """True if only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> LayerOutput:

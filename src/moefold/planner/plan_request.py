@@ -230,7 +230,7 @@ def check_priced_stage(model: ModelConfig, train: TrainConfig, lora: LoraConfig)
             f"lora.rank={lora.rank} has no predicted step time: the time model has the gradients of all weights; "
             "plan with lora.rank=0, whose mappings have room for adapters, and add [lora] to the recipe"
         )
-    if train.trains_indexers_only(model):
+    if model.trains_indexers_only(train):
         raise ConfigError(
             "train.indexer_stage='warmup' has no predicted step time: the time model has attention over selected keys "
             "alone; choose 'sparse' to price the stage that follows, or model.attention.indexer=none to price dense "

@@ -49,7 +49,7 @@ def startup_lines(
         *(_sampling_lines(cfg.parallel, cfg.rl, cfg.rollout) if cfg.is_rl else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
-        *([INDEXERS_ALONE] if cfg.train.trains_indexers_only(cfg.model) else []),
+        *([INDEXERS_ALONE] if cfg.model.trains_indexers_only(cfg.train) else []),
     ]
 
 

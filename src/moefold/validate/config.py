@@ -24,11 +24,11 @@ from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.checkpoint import validate_keep_every
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
-from moefold.validate.data import DATA_RULES
+from moefold.validate.data import DATA_RULES, validate_alignment
 from moefold.validate.faults import FAULT_RULES, REGROUP_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory_savings import OFFLOAD_RULES, validate_memory, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing, validate_shortcut
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_capacity, validate_routing, validate_shortcut
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
 from moefold.validate.pipeline import validate_rows
 from moefold.validate.rl import RL_RULES, validate_rollout_experts, validate_vllm
@@ -62,6 +62,7 @@ MODEL_RULES = (validate_layers, *SPARSE_ATTENTION_RULES)
 RULES = (
     *MODEL_RULES,
     validate_routing,
+    validate_capacity,
     validate_shortcut,
     validate_selection_stages,
     *PARALLEL_RULES,
@@ -76,6 +77,7 @@ RULES = (
 )
 # Inference reads the data section of the training, which names the tokenizer.
 TRAINING_RULES = (
+    validate_alignment,
     validate_keep_every,
     *TRAINING_ONLY_RULES,
     *SPARSE_TRAINING_RULES,

@@ -19,8 +19,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
+from moefold.message_text import nearest_multiples
 from moefold.topology.rollout_mapping import rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384

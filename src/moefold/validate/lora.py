@@ -74,7 +74,7 @@ def validate_adapter_training(
         yield Problem("train.precision", train.precision, rule, f"{OTHER_TARGETS}, or train.precision='dtype'")
     if run.uses_cuda_graphs:
         yield Problem("run.cuda_graphs", run.cuda_graphs, "does not record adapters", "set run.cuda_graphs='none'")
-    if train.trains_indexers_only(model):
+    if model.trains_indexers_only(train):
         rule = f"trains only the indexers, and {name} only adapters"
         yield Problem("train.indexer_stage", "warmup", rule, "choose one of them")
 

@@ -28,10 +28,9 @@ from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.rl import RLConfig
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
-from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.stage_balance import plan_stages, with_explicit_layout
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, join_with_or, nearest_multiples, nearest_numbers
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.schedules import overlapped_schedules, runtime_slots
@@ -377,6 +376,28 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
         yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
 
 
+def validate_dispatcher(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[Problem]:
+    """Check that the dispatcher can send tokens under ep and etp, and can pad to a capacity."""
+    part = chosen_in(parallel, DispatcherPart)
+    p = parallel
+    is_spread = p.ep * p.etp > 1
+    if part.needs_spread_experts and model.has_moe_layers and not is_spread:
+        rule = (
+            f"sends tokens between the ranks of ep and etp, and {Setting('parallel.ep', 1)}, "
+            f"{Setting('parallel.etp', 1)}"
+        )
+        yield Problem(part.key, part.kind, rule, "choose 'alltoall' or 'auto', or ep or etp of 2 or more")
+    if part.needs_whole_experts and p.etp > 1:
+        rule = f"sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts"
+        yield Problem(part.key, part.kind, rule, "choose 'alltoall', or etp=1")
+    if part.needs_whole_experts and moe.pad_to_capacity:
+        rule = "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert"
+        yield Problem(part.key, part.kind, rule, "choose 'alltoall', or pad_to_capacity=false")
+    if is_spread and not part.spreads_experts:
+        rule = f"needs ep=etp=1, and {Setting('parallel.ep', p.ep)}, {Setting('parallel.etp', p.etp)}"
+        yield Problem(part.key, part.kind, rule, "choose 'alltoall' or 'allgather'")
+
+
 PARALLEL_RULES = (
     validate_mapping_is_resolved,
     validate_degrees,
@@ -384,6 +405,7 @@ PARALLEL_RULES = (
     validate_batch_size,
     *PIPELINE_RULES,
     validate_dispatch_kernels,
+    validate_dispatcher,
     *PLACEMENT_RULES,
 )
 OVERLAP_EXPERTS_SETTING = Setting("parallel.overlap_experts", True)

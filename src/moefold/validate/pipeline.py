@@ -14,10 +14,9 @@ from moefold.config.part import describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.config.pipeline_actions import SlotRow, find_swapped
 from moefold.config.routing import depends_on_data_parallel_size
-from moefold.config.suggestions import nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, nearest_numbers
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import runtime_slots, stage_ranks
 

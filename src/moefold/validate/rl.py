@@ -15,10 +15,9 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part_registry import kinds_with
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.suggestions import join_with_or, nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, join_with_or, nearest_numbers
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.rollout_mapping import FETCH, fetches_experts, has_rollout_mapping, rollout_degrees
 from moefold.validate.exactness import counts_replayed_choices

@@ -107,7 +107,7 @@ def validate_indexer_warmup(
     model: ModelConfig, train: TrainConfig, align: AlignConfig, rl: RLConfig
 ) -> Iterator[Problem]:
     """Check that the warm-up stage has the loss of the indexers, and no other loss."""
-    if not train.trains_indexers_only(model):
+    if not model.trains_indexers_only(train):
         return
     name = Setting("train.indexer_stage", "warmup")
     if not train.indexer_loss:

@@ -28,7 +28,7 @@ def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
     if not cfg.model.has_moe_layers:
         yield Problem(KEY, "spes", "needs MoE layers, and the model has none", OTHER)
         return
-    if cfg.train.trains_indexers_only(cfg.model):
+    if cfg.model.trains_indexers_only(cfg.train):
         yield Problem(
             KEY, "spes", 'divides the training of experts, and train.indexer_stage="warmup" freezes them', OTHER
         )

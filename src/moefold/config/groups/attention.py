@@ -10,13 +10,13 @@ from moefold.config.groups.indexer import IndexerPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import Distribution, ParamSpec
 from moefold.config.part import KindOf, Part, Table, make_part
-from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
     from moefold.config.groups.layer_sizes import LayerSizes
+    from moefold.config.small_sizes import SmallSizes
 
 LinearFormula = Callable[[Mapping[str, "Tensor"], "Tensor", float], "Tensor"]
 """Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
@@ -322,7 +322,7 @@ class Temperature(Table):
     tokens: Annotated[int, at_least(1)] = 8192
     """Positions below this number have temperature 1."""
 
-    def shrink(self, small: SmallSizes) -> "Temperature":
+    def shrink(self, small: "SmallSizes") -> "Temperature":
         """Return the temperature with values other than 1 in short sequences."""
         return replace(self, tokens=min(self.tokens, small.span))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from moefold.config.layer_words import MAX_LAYERS
+from moefold.config.limits import MAX_LAYERS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import NONE

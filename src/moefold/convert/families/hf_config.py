@@ -13,7 +13,6 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
 from moefold.config.part_registry import is_built_in
-from moefold.config.suggestions import closest_match
 from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.families.family import Family, MultimodalFolder
 from moefold.convert.families.known_keys import (
@@ -37,7 +36,7 @@ from moefold.convert.families.mtp import count_mtp_layers, tensor_names
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import download_advice
-from moefold.message_text import format_list
+from moefold.message_text import closest_match, format_list
 from moefold.validate.config import check_config
 
 QUANTIZATION_KEY = "quantization_config"

@@ -31,6 +31,7 @@ from moefold.validate.parallel import (
     validate_batch_size,
     validate_degrees,
     validate_dispatch_kernels,
+    validate_dispatcher,
     validate_expert_overlap,
     validate_sequence_length,
 )
@@ -132,7 +133,10 @@ MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
         validate_micro_batch_count: ("dp", "pp", "mbs", "schedule"),
     },
     "kernels": {validate_dispatch_kernels: ("ep", "etp", "dispatcher", "overlap")},
-    "dispatcher": {partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch")},
+    "dispatcher": {
+        validate_dispatcher: ("ep", "etp", "dispatcher"),
+        partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch"),
+    },
     "overlap": {validate_expert_overlap: ("crosses_ranks", "schedule", "zero", "step", "overlap")},
     "recompute": {validate_recompute: ("recompute",)},
     "offload": {validate_offload: ("recompute", "offload"), validate_offload_dir: ("offload", "moments")},

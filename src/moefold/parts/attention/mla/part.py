@@ -21,9 +21,8 @@ from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
-from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
-from moefold.message_text import Problem
+from moefold.message_text import Problem, nearest_multiples
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes

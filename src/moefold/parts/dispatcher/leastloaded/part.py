@@ -36,12 +36,13 @@ class LeastLoadedDispatcherPart(DispatcherPart):
         self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
     ) -> Iterator[Problem]:
         """Yield errors for one ep rank, for equal loads, and for thresholds that cannot apply."""
-        yield from super().check(model, parallel, moe, train)
         p = parallel
         if not model.has_moe_layers:
             return
         if p.ep == 1:
-            yield self._problem(
+            yield Problem(
+                self.key,
+                self.kind,
                 f"moves routed tokens between the ranks of ep, and {Setting('parallel.ep', 1)}",
                 "choose 'alltoall', or ep of 2 or more",
             )
