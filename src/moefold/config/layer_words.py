@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import groupby
 from typing import NamedTuple
 
-from moefold.config.limits import MAX_LAYERS
+from moefold.config.base.limits import MAX_LAYERS
 from moefold.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moefold.config.loss_chunk import CPU_LOSS_TOKENS
+from moefold.config.base.loss_chunk import CPU_LOSS_TOKENS
 from moefold.config.model import ModelConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear

@@ -3,18 +3,18 @@
 `check_config` uses the settings only. Functions named `check_..._device` compare settings with a type of device, and
 `memory_need.py` with the memory that its caller found; `train/machine_checks.py` checks the machine itself. A rule is a
 function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
-the annotation of its field (`config/field.py`). Rules between keys are in a file for each subject, settings
+the annotation of its field (`config/base/field.py`). Rules between keys are in a file for each subject, settings
 without effect in `unused.py`.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+from moefold.config.base.part import Part, describe_part
 from moefold.config.chosen import chosen_parts, tables_in
 from moefold.config.key_annotations import range_problems
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, part_class_problem, wrong_kind

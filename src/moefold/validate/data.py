@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 
-from moefold.config.align import AlignConfig
+from moefold.config.base.part_registry import kinds_with
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
-from moefold.config.part_registry import kinds_with
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.message_text import Problem
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")

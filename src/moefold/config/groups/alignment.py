@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.field import Bound
-from moefold.config.part import Part, UnusedKeys
+from moefold.config.base.field import Bound
+from moefold.config.base.part import Part, UnusedKeys
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

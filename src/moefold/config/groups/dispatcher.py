@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     import torch

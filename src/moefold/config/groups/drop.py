@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.attention import AttentionCore, AttentionPart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
 from moefold.message_text import Problem, nearest_multiples
 
 if TYPE_CHECKING:
+    from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
-    from moefold.config.small_sizes import SmallSizes
 
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention: products within chunks grow with it, the number of steps falls with it."""

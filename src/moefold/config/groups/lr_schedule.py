@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import at_least
-from moefold.config.part import Part
+from moefold.config.base.field import at_least
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
-    from moefold.config.small_sizes import SmallSizes
+    from moefold.config.base.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)

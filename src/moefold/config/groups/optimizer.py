@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
-from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import Part, UnusedKeys, missing_method
+from moefold.config.base.param_spec import ModelPart, ParamSpec
+from moefold.config.base.part import Part, UnusedKeys, missing_method
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """Upper bounds of recipe values, checked before anything is derived from the values.
 
 Each bound is far above the values of any real run. The annotation of a key's field may have the bound
-(`config/field.py`); else the default of its type applies.
+(`config/base/field.py`); else the default of its type applies.
 """
 
 from math import inf

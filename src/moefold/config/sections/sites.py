@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
+from moefold.config.base.part import KindOf, Part, Section
 
 DEFAULT_EVERY = 30
 READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum")

@@ -19,7 +19,7 @@ class Bound:
 class MaxMagnitude:
     """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.
 
-    Numbers without it have the largest magnitude of their type (`config/limits.py`).
+    Numbers without it have the largest magnitude of their type (`config/base/limits.py`).
     """
 
     value: int
