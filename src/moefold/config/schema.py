@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from moefold.config.base.field import SAME_RUN, ReadIf, VerifyAs
 from moefold.config.base.part import keys_of
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import BatchShape, ContextPart
 from moefold.config.model import ModelConfig
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.checkpoint import CheckpointConfig
@@ -26,29 +26,6 @@ from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """Sizes of a global batch, and the ranks that share it."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    num_micro_batches: int
-    """Micro-batches of a data-parallel rank, including micro-batches of only padding."""
-    seq_len: int
-    vocab_size: int
-    mtp_layers: int
-    """Layers of multi-token prediction, each with targets of its own."""
-    dp: int
-    cp: int
-    context: ContextPart
-    is_float64: bool
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Samples of a data-parallel rank, padding included."""
-        return self.num_micro_batches * self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

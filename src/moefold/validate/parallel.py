@@ -379,23 +379,7 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
 def validate_dispatcher(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[Problem]:
     """Check that the dispatcher can send tokens under ep and etp, and can pad to a capacity."""
     part = chosen_in(parallel, DispatcherPart)
-    p = parallel
-    is_spread = p.ep * p.etp > 1
-    if part.needs_spread_experts and model.has_moe_layers and not is_spread:
-        rule = (
-            f"sends tokens between the ranks of ep and etp, and {Setting('parallel.ep', 1)}, "
-            f"{Setting('parallel.etp', 1)}"
-        )
-        yield Problem(part.key, part.kind, rule, "choose 'alltoall' or 'auto', or ep or etp of 2 or more")
-    if part.needs_whole_experts and p.etp > 1:
-        rule = f"sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts"
-        yield Problem(part.key, part.kind, rule, "choose 'alltoall', or etp=1")
-    if part.needs_whole_experts and moe.pad_to_capacity:
-        rule = "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert"
-        yield Problem(part.key, part.kind, rule, "choose 'alltoall', or pad_to_capacity=false")
-    if is_spread and not part.spreads_experts:
-        rule = f"needs ep=etp=1, and {Setting('parallel.ep', p.ep)}, {Setting('parallel.etp', p.etp)}"
-        yield Problem(part.key, part.kind, rule, "choose 'alltoall' or 'allgather'")
+    yield from part.mapping_problems(parallel, moe, has_experts=model.has_moe_layers)
 
 
 PARALLEL_RULES = (

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.base.part import Part
+from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
 
 HOPPER_CAPABILITY = (9, 0)
 
@@ -165,6 +169,39 @@ class DispatcherPart(Part):
         if parent and importlib.util.find_spec(parent) is None:
             return False
         return not self.kernel_package or importlib.util.find_spec(self.kernel_package) is not None
+
+    def mapping_problems(self, parallel: "ParallelConfig", moe: "MoEConfig", *, has_experts: bool) -> Iterator[Problem]:
+        """Yield the values of ep and etp, and the padding, that are incompatible with the dispatcher.
+
+        Args:
+            has_experts: whether the model has MoE layers.
+        """
+        p = parallel
+        is_spread = p.ep * p.etp > 1
+        if self.needs_spread_experts and has_experts and not is_spread:
+            yield self._problem(
+                f"sends tokens between the ranks of ep and etp, and {Setting('parallel.ep', 1)}, "
+                f"{Setting('parallel.etp', 1)}",
+                "choose 'alltoall' or 'auto', or ep or etp of 2 or more",
+            )
+        if self.needs_whole_experts and p.etp > 1:
+            yield self._problem(
+                f"sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts",
+                "choose 'alltoall', or etp=1",
+            )
+        if self.needs_whole_experts and moe.pad_to_capacity:
+            yield self._problem(
+                "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert",
+                "choose 'alltoall', or pad_to_capacity=false",
+            )
+        if is_spread and not self.spreads_experts:
+            yield self._problem(
+                f"needs ep=etp=1, and {Setting('parallel.ep', p.ep)}, {Setting('parallel.etp', p.etp)}",
+                "choose 'alltoall' or 'allgather'",
+            )
+
+    def _problem(self, rule: str, way_out: str) -> Problem:
+        return Problem(self.key, self.kind, rule, way_out)
 
     def collectives(self, ep: int, etp: int) -> tuple[str, ...]:
         """Return the collectives of a forward pass of one layer, in order, for the deadlock check."""

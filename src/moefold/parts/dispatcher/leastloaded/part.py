@@ -40,9 +40,7 @@ class LeastLoadedDispatcherPart(DispatcherPart):
         if not model.has_moe_layers:
             return
         if p.ep == 1:
-            yield Problem(
-                self.key,
-                self.kind,
+            yield self._problem(
                 f"moves routed tokens between the ranks of ep, and {Setting('parallel.ep', 1)}",
                 "choose 'alltoall', or ep of 2 or more",
             )
