@@ -22,6 +22,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.key_annotations import max_magnitude
 from moefold.config.layer_words import counted_layers
 from moefold.config.method_defaults import default_learning_rate, method_settings
+from moefold.config.old_keys import moved_key_refusal, moved_override_refusal
 from moefold.config.part_table import (
     NONE,
     brief_problem,
@@ -48,7 +49,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
-from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
+from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, closest_match
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.base.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.field import POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
 from moefold.config.base.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.base.loss_chunk import automatic_loss_chunk
 from moefold.config.base.part import KindOf, Part, Section
+from moefold.config.base.path_rules import NO_TILDE
 
 AUTO_RECOMPUTE = "auto"
 """Only value of the list `train.recompute` if the parts follow from the memory."""
