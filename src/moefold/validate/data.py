@@ -80,7 +80,7 @@ def validate_alignment(model: ModelConfig, data: DataConfig, align: AlignConfig)
     kind = data.kind
     if kind == "preference" and not method.preference:
         way_out = f"choose {', '.join(kinds_with(method.group, 'data_kind', 'preference'))}"
-        rule = f"needs a loss for pairs, and {method.key}={kind!r} is none"
+        rule = f"needs a loss for pairs, and {method.key}={method.kind!r} is none"
         yield Problem(f'data.kind="{kind}"', None, rule, way_out)
     if method.data_kind and kind != method.data_kind:
         columns = " with a reward in each row" if not method.preference else ""
