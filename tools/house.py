@@ -45,7 +45,7 @@ OTHER_LETTERS = {
     "planner/simulator/timeline.py": "F",
     "topology/collective_order.py": "FRW",
     "topology/message_plan.py": "FW",
-    "config/pipeline_actions.py": "FW",
+    "config/base/pipeline_actions.py": "FW",
     "topology/pipeline_layout.py": "L",
 }
 """Letters that mean something else in a file: actions of a pipeline, trace events, units."""
@@ -69,7 +69,7 @@ MLA_ROOMS = ("config/model.py", "config/layers.py")
 """Modules in which the kind may be written out, besides the readers of Hugging Face families."""
 PART_CLASSES = ("parts/", "config/groups/")
 """Folders of parts and of their base classes."""
-PART_LOADERS = _set("config/part_registry.py config/part.py config/chosen.py config/part_table.py")
+PART_LOADERS = _set("config/base/part_registry.py config/base/part.py config/chosen.py config/part_table.py")
 """Modules in which parts of any group differ from other values, and are checked to be of their group."""
 PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from moefold.config.load import config_from_dict
+from moefold.config.old_keys import upgraded_word
 from moefold.config.schema import config_to_dict
-from moefold.config.upgrade import upgraded, upgraded_word
+from moefold.config.upgrade import upgraded
 from moefold.config.upgrade_text import upgrade_text
 from moefold.errors import ConfigError
 from moefold.optim.outer_round import PendingRound

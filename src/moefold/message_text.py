@@ -1,9 +1,10 @@
-"""Text of messages: how an error writes a setting with its value, a problem of a setting, and a list."""
+"""Text of messages: a setting with its value, a problem of a setting, a list, and the nearest legal values."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -124,3 +125,26 @@ def format_list(items: Sequence[str]) -> str:
     """Join the first items of a list, with the number of the remaining ones."""
     listed = ", ".join(items[:MAX_LISTED])
     return listed if len(items) <= MAX_LISTED else f"{listed} and {len(items) - MAX_LISTED} more"
+
+
+def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
+    """Return up to `count` of the legal values closest to `value`, ascending: "1, 2 or 4"."""
+    closest = sorted(sorted(set(legal), key=lambda number: (abs(number - value), number))[:count])
+    return join_with_or([str(number) for number in closest])
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """Return the positive multiples of `step` next to `value`, which is not a multiple itself: "252 or 256"."""
+    below = value // step * step
+    return join_with_or([str(number) for number in (below, below + step) if number > 0])
+
+
+def join_with_or(options: list[str]) -> str:
+    """Join options as a choice: "a", "a or b", "a, b or c"."""
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+
+
+def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the candidate most similar to `name`, or None if none is close."""
+    matches = get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None

@@ -29,7 +29,18 @@ LOOSE = (
 """Modules that lie beside the folders. They may import each other."""
 FLOORS = {
     "base": ("host",),
-    "facts": ("config", "topology", "cost", "validate", "data", "rl", "recipe"),
+    "facts": (
+        "config.base",
+        "config.sections",
+        "config.groups",
+        "config",
+        "topology",
+        "cost",
+        "validate",
+        "data",
+        "rl",
+        "recipe",
+    ),
     "tensors": ("comm", "ops"),
     "model": ("model", "objectives", "offload", "optim"),
     "parts": ("parts",),
@@ -41,7 +52,8 @@ FLOORS = {
 }
 """The floors by name, lowest first, each with its folders and top-level modules, lowest first.
 
-A module imports from its own folder and from lower ones: of lower floors, or earlier in the row of its floor.
+A module imports from its own folder and from lower ones: of lower floors, or earlier in the row of its floor. Folders
+inside of a folder that are named here are its lower layers.
 """
 TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "rl", "planner", "board")
 """Folders that can be imported where torch is not installed."""
@@ -139,7 +151,7 @@ def _reachable(name: str, at_load: Mapping[str, set[str]]) -> set[str]:
 def upward(found: list[Import]) -> list[Import]:
     """Return the imports of a module of a higher folder than the importer's."""
     height = heights()
-    return [one for one in found if height[_room(one.imported)] > height[_room(one.importer)]]
+    return [one for one in found if height[room(one.imported)] > height[room(one.importer)]]
 
 
 def heights() -> dict[str, int]:
@@ -208,8 +220,13 @@ def _libraries(tree: ast.Module, package: str) -> Iterator[str]:
         yield from (one for one in names if one.split(".")[0] not in (package, *sys.stdlib_module_names))
 
 
-def _room(module: str) -> str:
-    return module.split(".")[0]
+def room(module: str) -> str:
+    """Return the folder or top-level module with a module: the innermost one that `FLOORS` names, or the outermost."""
+    named = {name for names in FLOORS.values() for name in names}
+    name = module
+    while name not in named and "." in name:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _imports_of(name: str, path: Path, files: Mapping[str, Path], package: str) -> Iterator[Import]:

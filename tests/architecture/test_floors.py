@@ -23,21 +23,21 @@ def test_no_import_of_a_higher_floor():
 
 
 def test_nothing_imports_a_part():
-    """`config/part_registry.py` finds a part by its kind. Files of a part import their own folder."""
+    """`config/base/part_registry.py` finds a part by its kind. Files of a part import their own folder."""
     of_parts = [one for one in imports.imports(SOURCE) if one.imported.startswith("parts.")]
     assert [str(one) for one in of_parts if not one.importer.startswith("parts.")] == []
 
 
 def test_every_room_has_a_floor():
-    rooms = {name.split(".")[0] for name in imports.modules(SOURCE)}
+    rooms = {imports.room(name) for name in imports.modules(SOURCE)}
     assert rooms == set(imports.heights())
 
 
 def test_ten_floors_as_the_page_lists_them():
     page = (rules.ROOT / "docs/architecture.md").read_text().partition("## Floors")[2].partition("\n## ")[0]
     listed = {}
-    for floor, room in re.findall(r"^\| (\w*) ?\| `([\w.]+?)(?:\.py|/)` \|", page, re.MULTILINE):
-        listed.setdefault(floor or list(listed)[-1], []).append(room)
+    for floor, room in re.findall(r"^\| (\w*) ?\| `([\w./]+?)(?:\.py|/)` \|", page, re.MULTILINE):
+        listed.setdefault(floor or list(listed)[-1], []).append(room.replace("/", "."))
     assert {name: [room for room in rooms if room != "__main__"] for name, rooms in imports.FLOORS.items()} == listed
     assert len(imports.FLOORS) <= 10
     files = re.search(r"^\| base \| \(files\) \| (.*?): ", page, re.MULTILINE)
@@ -60,6 +60,19 @@ def test_an_import_of_a_higher_floor_is_found(tmp_path):
     package = _package(tmp_path, config__schema="from moefold.model.rope import Rope", model__rope="class Rope: ...")
     assert [str(one) for one in imports.upward(imports.imports(package))] == [
         "config.schema:1 imports Rope from model.rope"
+    ]
+
+
+def test_an_import_of_a_higher_layer_of_a_folder_is_found(tmp_path):
+    files = {
+        "config/base/field": "from moefold.config.sections.run import Run",
+        "config/sections/run": "from moefold.config.schema import Config",
+        "config/groups/loss": "from moefold.config.sections.run import Run",
+        "config/schema": "from moefold.config.groups.loss import Loss",
+    }
+    assert [str(one) for one in imports.upward(imports.imports(_package(tmp_path, **files)))] == [
+        "config.base.field:1 imports Run from config.sections.run",
+        "config.sections.run:1 imports Config from config.schema",
     ]
 
 

@@ -82,7 +82,7 @@ def test_a_count_notices_one_more_place(counted, count, snippet):
 @pytest.mark.parametrize(
     ("name", "count", "snippet"),
     [
-        ("config/pipeline_actions.py", "layer_letters", "self.kind == 'F'"),
+        ("config/base/pipeline_actions.py", "layer_letters", "self.kind == 'F'"),
         ("cost/snippet.py", "layer_letters", "kind == 'X' or kind == 'DENSE'"),
         ("cost/snippet.py", "kind_comparisons", "device.type == 'cuda'"),
         ("cost/snippet.py", "comparisons", "kind == 'mla' or layer.kind == 'L'"),
@@ -122,7 +122,10 @@ def test_a_property_that_hides_a_comparison_is_counted_where_it_is_read(counted)
     ],
 )
 def test_a_test_of_the_class_of_a_part_is_counted_outside_of_it(counted, test, number):
-    own = {"config/groups/mine.py": f"class MinePart: ...\n{test}\n", "config/part.py": f"class Part: ...\n{test}\n"}
+    own = {
+        "config/groups/mine.py": f"class MinePart: ...\n{test}\n",
+        "config/base/part.py": f"class Part: ...\n{test}\n",
+    }
     own |= {"parts/mine/big/part.py": "class BigPart: ...\n", "parts/mine/big/module.py": "isinstance(x, BigPart)\n"}
     assert counted(own)["part_type_tests"] == 0
     assert counted({"cost/a.py": test})["part_type_tests"] == number

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import default_cache_dir
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import open_dataset, prepare
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenize_job import ShardWriter, TokenizationResult, tokenize_files

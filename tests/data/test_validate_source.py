@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from tests.clock import processor_s
@@ -84,7 +84,8 @@ def test_a_gigabyte_is_checked_at_once(tmp_path: Path):
 
 def test_check_imports_nothing_heavy():
     command = (
-        "import sys; from moefold.config.data import DataConfig; from moefold.data.validate_source import check_data; "
+        "import sys; from moefold.config.sections.data import DataConfig; "
+        "from moefold.data.validate_source import check_data; "
         "check_data(DataConfig(), seq_len=256, vocab_size=256); "
         "print({'torch', 'tokenizers', 'rich'} & set(sys.modules))"
     )

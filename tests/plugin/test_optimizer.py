@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config import part_registry
+from moefold.config.base import part_registry
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.cost.rank_state_memory import RankStateMemory

@@ -7,10 +7,10 @@ from functools import partial
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
-from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.inference.notices import report_notices
+from moefold.message_text import closest_match
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, RUN_DIR/best, the one with the lowest held-out loss, or a Hugging Face folder.

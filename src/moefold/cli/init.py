@@ -9,9 +9,8 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.config.presets import TEMPLATES, shipped_files
-from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
-from moefold.message_text import format_list
+from moefold.message_text import closest_match, format_list
 from moefold.terminal import print_escaped
 
 DEFAULT_RECIPE = "quickstart"

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.limits import MAX_RANKS, parse_count
+from moefold.config.base.limits import MAX_RANKS, parse_count
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import DERIVED, closest_match
+from moefold.config.suggestions import DERIVED
 from moefold.cost.stage_balance import plan_stages, stage_cost
 from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, refuse_existing
+from moefold.message_text import closest_match
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import DEGREES, Layout, fold_mapping

@@ -16,6 +16,7 @@ from types import ModuleType
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, NoFormulaError, RunError
+from moefold.message_text import closest_match
 from moefold.terminal import escape_log_lines, print_escaped
 
 COMMANDS = {
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_escaped(f"moefold: error: {error.__cause__}", file=sys.stderr)
             return EXIT_USER_ERROR if isinstance(error.__cause__, ConfigError) else EXIT_FAILED
         # Report errors of external parts, and out-of-memory errors of any library. Others are bugs of moefold.
-        from moefold.config.part_failures import failure_of_part
+        from moefold.config.base.part_failures import failure_of_part
         from moefold.launch.exit import oom_message
 
         if not (text := failure_of_part(error) or oom_message(error)):
@@ -127,9 +128,6 @@ def _dispatch(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     name = _listed_name(argv[0])
     if not name.startswith("-") and name not in COMMANDS:
-        # The schema takes longer to import than the help of all commands to print.
-        from moefold.config.suggestions import closest_match
-
         if name in REPLACED_COMMANDS:
             raise ConfigError(f"moefold {name} is {REPLACED_COMMANDS[name]} now")
         guess = closest_match(name, COMMANDS)

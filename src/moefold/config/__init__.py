@@ -1,0 +1,1 @@
+"""The recipe in layers, lowest first: `base/`, `sections/`, `groups/`, and the files here, which read them all."""

@@ -11,17 +11,15 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from moefold.config.aliases import key_hint
+from moefold.config.base.aliases import key_hint
+from moefold.config.base.part import Table, required_settings, settings_of
+from moefold.config.base.part_registry import kind_of
 from moefold.config.method_defaults import LR_KEY, rates_text
-from moefold.config.part import Table, required_settings, settings_of
-from moefold.config.part_registry import kind_of
 from moefold.config.part_table import NONE
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import (
-    closest_match,
     default_of,
     describe_key,
-    join_with_or,
     key_types,
     kind_settings,
     last_name,
@@ -33,7 +31,7 @@ from moefold.config.suggestions import (
     tables,
 )
 from moefold.errors import ConfigError
-from moefold.message_text import Setting
+from moefold.message_text import Setting, closest_match, join_with_or
 
 
 @dataclass(frozen=True, slots=True)

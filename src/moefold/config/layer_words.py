@@ -6,10 +6,8 @@ from difflib import get_close_matches
 from itertools import groupby
 from typing import NamedTuple
 
+from moefold.config.base.limits import MAX_LAYERS
 from moefold.errors import ConfigError
-
-MAX_LAYERS = 10_000
-"""Upper bound of the layers of a model, which limits the memory for untrusted text."""
 
 
 class LayerWords(NamedTuple):

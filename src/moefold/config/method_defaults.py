@@ -5,31 +5,20 @@ optimisation.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moefold.config.align import AlignConfig
-from moefold.config.data import DataConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.part_registry import built_in_kinds, class_of, find_part, kinds
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.base.part_registry import built_in_kinds, class_of, find_part, kinds
+from moefold.config.groups.optimizer import MethodRates
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 
 LR_KEY = "train.lr"
 METHOD_KEYS = ("data.kind", "align.method", "rl.group_size", "lora.rank", "train.optimizer")
 """Keys that determine the method of training."""
-
-
-@dataclass(frozen=True, slots=True)
-class MethodRates:
-    """Peak learning rates of a method, for all weights and for only adapters."""
-
-    method: str
-    all_weights: float
-    adapters: float
-    source: str
-
 
 PRETRAINING = MethodRates(
     "pretraining", 3e-4, 2e-4, "LLaMA 7B (arXiv:2302.13971); adapters: QLoRA 7B and 13B (arXiv:2305.14314)"

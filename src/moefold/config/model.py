@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.field import POSITIVE, SAME_TENSORS, MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.limits import MAX_LAYERS, MAX_WIDTH
+from moefold.config.base.part import KindOf, Section
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
-from moefold.config.layer_words import MAX_LAYERS, LayerWords, parse_layers
+from moefold.config.layer_words import LayerWords, parse_layers
 from moefold.config.layers import Layer, layers_of
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.part import KindOf, Section
+from moefold.config.sections.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,10 @@ class ModelConfig(Section):
     def selected_keys(self) -> int:
         """Maximum keys of a query of sparse attention; 0: no layer has sparse attention."""
         return next((layer.attention.selector.top_k for layer in self.decoder_layers if layer.attention.selector), 0)
+
+    def trains_indexers_only(self, train: TrainConfig) -> bool:
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        return self.attention.selector is not None and train.indexer_stage == "warmup"
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:

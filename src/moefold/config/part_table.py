@@ -14,10 +14,10 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.field import Bound, MaxMagnitude
-from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
-from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
-from moefold.config.part_registry import (
+from moefold.config.base.field import Bound, MaxMagnitude
+from moefold.config.base.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
+from moefold.config.base.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
+from moefold.config.base.part_registry import (
     built_in_kinds,
     check_class,
     check_not_shadowed,
@@ -28,7 +28,7 @@ from moefold.config.part_registry import (
     kinds_text,
     missing_experiment,
 )
-from moefold.config.plugins import (
+from moefold.config.base.plugins import (
     ENTRY_POINTS,
     MissingPartError,
     Origin,
@@ -41,9 +41,7 @@ from moefold.config.plugins import (
 )
 from moefold.config.suggestions import (
     annotation_at,
-    closest_match,
     group_at,
-    join_with_or,
     kind_settings,
     list_advice,
     owners_of,
@@ -51,7 +49,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem, Setting, UnquotedText, first_line
+from moefold.message_text import Problem, Setting, UnquotedText, closest_match, first_line, join_with_or
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -465,7 +463,7 @@ def _pydantic_model(part: Any) -> type[BaseModel]:
 
 
 def _bounds_of(hint: Any) -> Callable[[Any], Any]:
-    """Return a function that checks the bounds of `config/field.py` in the annotation of a field."""
+    """Return a function that checks the bounds of `config/base/field.py` in the annotation of a field."""
     entries = getattr(hint, "__metadata__", ())
 
     def check(value: Any) -> Any:

@@ -10,8 +10,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
+from moefold.message_text import closest_match
 
 
 def preset_names() -> tuple[str, ...]:

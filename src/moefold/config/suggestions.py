@@ -1,9 +1,8 @@
-"""Suggestions in error messages: nearest legal values, misspelled keys, hub downloads, and descriptions of types.
+"""Suggestions in error messages: misspelled keys, hub downloads, and descriptions of types.
 
 Sections, keys and types are read from the schema.
 """
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -11,9 +10,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
-from moefold.config.part_registry import (
+from moefold.config.base.aliases import is_known_path, key_hint
+from moefold.config.base.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
+from moefold.config.base.part_registry import (
     built_in_kinds,
     find_group,
     find_part,
@@ -24,25 +23,7 @@ from moefold.config.part_registry import (
     unknown_kind,
 )
 from moefold.config.schema import Config
-from moefold.message_text import Problem
-
-
-def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
-    """Return up to `count` of the legal values closest to `value`, ascending: "1, 2 or 4"."""
-    closest = sorted(sorted(set(legal), key=lambda number: (abs(number - value), number))[:count])
-    return join_with_or([str(number) for number in closest])
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """Return the positive multiples of `step` next to `value`, which is not a multiple itself: "252 or 256"."""
-    below = value // step * step
-    return join_with_or([str(number) for number in (below, below + step) if number > 0])
-
-
-def join_with_or(options: list[str]) -> str:
-    """Join options as a choice: "a", "a or b", "a, b or c"."""
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
-
+from moefold.message_text import Problem, closest_match, join_with_or
 
 DERIVED = {
     "parallel.dp": "parallel.dp follows from world_size/(tp*cp*pp); leave it out and set world_size",
@@ -236,12 +217,6 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a list of {'numbers' if float in get_args(hint) else 'strings'}"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
-
-
-def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate most similar to `name`, or None if none is close."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def paths_with(key: str) -> list[str]:

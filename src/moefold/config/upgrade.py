@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from moefold.config.base.part_registry import find_part, kinds
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
-from moefold.config.part_registry import find_part, kinds
-from moefold.config.part_table import NONE, shown_value, toml_value
-from moefold.config.suggestions import annotation_at, choices_of, default_of, group_at, join_with_or, kind_settings
-from moefold.config.tree import parsed_value, put, value_at
+from moefold.config.part_table import NONE
+from moefold.config.suggestions import annotation_at, choices_of, default_of, group_at, kind_settings
+from moefold.config.tree import put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
@@ -149,7 +149,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree: sections, unchecked. Tables of parts are kept.
     """
     sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
-    base = _preset_of(sections)
+    base = preset_of(sections)
     if isinstance(model := sections.get("model"), dict):
         _put_layers(model, base.get("model", {}))
     is_clear = not isinstance(sites := sections.get("sites"), dict) or _put_site_method(sites)
@@ -168,7 +168,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _move_kind(name: str, value: Any, sections: dict[str, Any], base: Mapping[str, Any]) -> bool:
     """Set the kind that a flat key enables; return whether a part reads the key."""
     place = MOVED[name]
-    kind = _kind_at(place.key, sections, base)
+    kind = kind_at(place.key, sections, base)
     kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
     if value and kind_there:
         put(sections, place.key.split("."), kind_there)
@@ -181,7 +181,7 @@ def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping
     place = MOVED[name]
     path = str(place)
     owner = place.key
-    kind = _kind_at(owner, sections, base)
+    kind = kind_at(owner, sections, base)
     if annotation_at(path) is not None and isinstance(value, bool):
         value = {} if value else NONE
     elif name in OFF and not value:
@@ -196,7 +196,7 @@ def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping
     return True
 
 
-def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+def preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section [model] of the preset of a recipe; empty: no preset, or an unknown one."""
     model = tree.get("model")
     name = model.get("preset") if isinstance(model, dict) else ""
@@ -265,7 +265,7 @@ def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[s
     return [words[letter] for letter, count in runs for _ in range(count)]
 
 
-def _kind_at(path: str, tree: Any, base: Any) -> str | None:
+def kind_at(path: str, tree: Any, base: Any) -> str | None:
     """Return the kind of a part in a recipe, its preset or by default; "" without kinds, None without a table."""
     section, _, key = path.partition(".")
     if not key:
@@ -285,7 +285,7 @@ def _is_read(path: str, tree: Any, base: Any, kinds: tuple[str, ...] = ()) -> bo
     owner = path.rpartition(".")[0]
     if not owner.count("."):
         return True
-    kind = _kind_at(owner, tree, base) if _is_read(owner, tree, base) else None
+    kind = kind_at(owner, tree, base) if _is_read(owner, tree, base) else None
     kinds = kinds or kind_settings().get(path, ())
     return kind is not None and (kind in kinds if kinds else path in kind_settings())
 
@@ -341,84 +341,3 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
-    """Return the refusal of a flat key in a recipe, with the table that it belongs to.
-
-    Args:
-        tree: the sections of the recipe, unchecked.
-        name: a key of MOVED.
-    """
-    place = MOVED[name]
-    section, _, key = name.partition(".")
-    sections, unread = upgraded(tree)
-    owners = place.kinds or kind_settings().get(str(place), ())
-    key_of = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
-    if key in sections[section]:
-        if str(place) == LAYERS:
-            return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
-        return f"{name} is {place} now, {key_of}, and no installed method does all of [sites]; leave out a part"
-    if name in unread:
-        kind = _kind_at(place.key, sections, _preset_of(sections))
-        owner_kind = f"not of {kind!r}" if kind else "that is absent"
-        return f"{name} is {place} now, {key_of}, and {owner_kind}; leave it out"
-    path = place.key if name in OFF and not tree[section][key] else str(place)
-    owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
-    table = f"{owner} = {toml_value(value_at(owner, sections))}"
-    return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
-
-
-def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str:
-    """Return the refusal of an override of a flat key.
-
-    Args:
-        name: a key of MOVED.
-        text: its value on the command line.
-        tree: the sections of the recipe to override, unchecked.
-    """
-    needs_tree = str(MOVED[name]) == LAYERS or name.startswith("sites.")
-    word = upgraded_word(f"{name}={text}", tree) if needs_tree else _word(name, text)
-    return f"{name} is {MOVED[name]} now: write {word}"
-
-
-def _word(name: str, text: str) -> str:
-    """Return an override of a flat key, rewritten to the path of its table."""
-    place = MOVED[name]
-    if place.setting == KIND:
-        return f"{place.key}={join_with_or(list(place.kinds))}"
-    if annotation_at(str(place)) is not None and text in ("true", "false"):
-        return f"{place}={'{}' if text == 'true' else NONE}"
-    return f"{place.key}={NONE}" if name in OFF and text.rstrip(".0") == "" else f"{place}={text}"
-
-
-def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value`, rewritten to the path of its table; several if the kind also changes.
-
-    Args:
-        tree: the sections of the recipe to override, unchecked.
-
-    Raises:
-        ConfigError: the argument is not an override, or the part that the recipe chooses does not read its key.
-    """
-    name, equals, text = word.partition("=")
-    section, dot, key = name.partition(".")
-    if not equals or not dot:
-        raise ConfigError(f"{word!r} is not a setting; settings are section.key=value, such as train.lr=1e-3")
-    if name not in MOVED:
-        return word
-    place = MOVED[name]
-    keys = tree.get(section)
-    before = keys if isinstance(keys, dict) else {}
-    tree = {**tree, section: {**before, key: parsed_value(text)}}
-    sections, unread = upgraded(tree)
-    kind = _kind_at(place.key, sections, _preset_of(sections))
-    if key in sections[section] or (name in unread and kind is not None):
-        raise ConfigError(moved_key_refusal(tree, name))
-    if str(place) == LAYERS:
-        return f"{LAYERS}={shown_value(sections[section]['layers'])}"
-    if section != "sites" and place.setting != KIND:
-        return _word(name, text)
-    old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, sections[section]))
-    words = [f"{key}={toml_value(value).strip(chr(34))}" for key, value in new.items() if old.get(key) != value]
-    return " ".join(words) or f"{place.key}={kind}"

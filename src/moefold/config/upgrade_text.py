@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import parse_toml
+from moefold.config.old_keys import check_one_name, moved_key_refusal
 from moefold.config.part_table import toml_value
 from moefold.config.suggestions import key_types, kind_settings, sections
 from moefold.config.tree import value_at
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, moved_key_refusal, upgraded
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
@@ -58,8 +59,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
             raise
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
-    if twice := [key for key in old if MOVED[key].setting != KIND and value_at(str(MOVED[key]), tree) is not None]:
-        raise ConfigError(f"{name} has both {twice[0]} and {MOVED[twice[0]]}, its new name; remove one")
+    check_one_name(tree, old, name)
     upgraded_tree, unread = upgraded(tree)
     if stay := [key for key in old if key.partition(".")[2] in _keys(upgraded_tree, key.partition(".")[0])]:
         raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")

@@ -45,6 +45,7 @@ from moefold.convert.families.hf_config import (
 from moefold.convert.families.known_keys import ALL_KEYS
 from moefold.convert.families.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.families.tensor_mapping import StateDictMapping
+from moefold.convert.generation_config import write_generation_config, write_turn_end
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
     MAX_SHARD_BYTES,
@@ -62,7 +63,7 @@ from moefold.convert.hf_shards import (
 )
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, HEAD_NAME, find_duplicate_tensors, find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes
-from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
+from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.preflight import read_model
 from moefold.convert.quantized_tensors import Quantization, QuantizationKind, expand_files, plan_quantization
 from moefold.convert.safetensors_file import (
@@ -76,7 +77,7 @@ from moefold.convert.safetensors_file import (
     create_file,
     plan_file_layout,
 )
-from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
+from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer
 from moefold.convert.weight_sources import (
     MTP_REASON,
     AdaptedSource,
@@ -331,7 +332,7 @@ def _write_other_files(tmp_dir: Path, plan: _ExportPlan, checkpoint: Path, meta:
     if meta.origin:
         return tokenizer
     run = read_training_run(checkpoint, plan.model, meta)
-    write_generation_config(tmp_dir, run)
+    write_generation_config(tmp_dir, run.temperature)
     messages = tokenizer.messages + write_turn_end(tmp_dir, meta)
     write_model_card(tmp_dir, plan.family.name, plan.model, run)
     return replace(tokenizer, messages=messages)

@@ -1,9 +1,8 @@
-"""Model card and generation settings of an exported folder, from the checkpoint and the run that wrote it.
+"""Model card of an exported folder, from the checkpoint and the run that wrote it.
 
-Both depend only on files of the run, so that two exports are equal, and name no path of this machine.
+It depends only on files of the run, so that two exports are equal, and names no path of this machine.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +11,23 @@ from typing import Any
 from moefold import __version__
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
+from moefold.config.base.part import without_source
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.model import ModelConfig
-from moefold.config.part import without_source
-from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import build_part, minimal_form, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys
 from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.preflight import read_model
-from moefold.convert.run_config import find_run_config, read_settings
+from moefold.convert.run_config import find_run_config
 from moefold.cost.flops import count_parameters
-from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE
+from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import CARD_FILE, is_hub_url, parse_hub_url, repo_of_snapshot
 from moefold.metrics.reader import read_records
 from moefold.remote_path import is_remote
 from moefold.topology.layout import DEGREES
 
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout", "lora")
 """Sections of the recipe whose differences from the defaults a card shows."""
 ALWAYS_SHOWN = ("train.seq_len", "train.global_batch_size", "train.lr", "train.optimizer")
@@ -117,21 +115,6 @@ def _base_model(start: str) -> str:
             return ""
         start = "" if cfg is None else cfg.checkpoint.start
     return ""
-
-
-def write_generation_config(folder: Path, run: TrainingRun) -> None:
-    """Write generation_config.json: the token ids of config.json, and the temperature of a run that sampled.
-
-    An existing file, from imported weights, is kept: it already has these ids.
-    """
-    if (folder / GENERATION_FILE).is_file():
-        return
-    config = read_settings(folder / CONFIG_FILE)
-    keys = {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}
-    if run.temperature is not None:
-        keys |= {"do_sample": True, "temperature": run.temperature}
-    text = json.dumps(keys, indent=2, sort_keys=True) + "\n"
-    (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
 def write_model_card(

@@ -12,16 +12,14 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.run_tokenizer import (
-    CHAT_KINDS,
     find_run_tokenizer,
     have_same_ids,
     tokenizer_name,
     trained_tokenizer,
 )
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
-from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.hf_tokenizer.tokenizer_folder import (
     SLOW_FILES,
@@ -158,40 +156,13 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
         settings: dict[str, Any] = {}
         eos = choice.token_ids["eos_token_id"]
         if (tmp_dir / TOKENIZER_CONFIG_FILE).is_file():
-            settings = _read_json(tmp_dir / TOKENIZER_CONFIG_FILE)
+            settings = read_side_file(tmp_dir / TOKENIZER_CONFIG_FILE)
         elif eos is not None:
             settings = {"eos_token": JsonTokenizer(tmp_dir / TOKENIZER_FILE).decode([eos])}
         if "tokenizer_class" not in settings:
-            _write_json(tmp_dir / TOKENIZER_CONFIG_FILE, settings | {"tokenizer_class": PLAIN_CLASS})
+            write_side_file(tmp_dir / TOKENIZER_CONFIG_FILE, settings | {"tokenizer_class": PLAIN_CLASS})
     if choice.token_ids and (tmp_dir / GENERATION_FILE).is_file():
-        _write_json(tmp_dir / GENERATION_FILE, _read_json(tmp_dir / GENERATION_FILE) | {**choice.token_ids})
-
-
-def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Add the id with which the chat template ends a turn to the ends of generation_config.json; return notes.
-
-    transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
-    end of a turn, not of a text.
-    """
-    if meta.order.get("kind") not in CHAT_KINDS or not (folder / TOKENIZER_FILE).is_file():
-        return ()
-    tokenizer = JsonTokenizer(folder)
-    try:
-        template = load_chat_template(DataConfig(kind="sft", tokenizer=str(folder)), tokenizer)
-        ids, marker = end_of_turn_marker(template, tokenizer)
-    except ConfigError as error:
-        return (f"{GENERATION_FILE} has no end of a turn: {error}",)
-    if not ids:
-        how = f"with {marker!r}, which is several tokens" if marker else "with no mark"
-        return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
-    keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
-    ends = keys.get("eos_token_id", [])
-    if not isinstance(ends, list):
-        ends = [] if ends is None else [ends]
-    if new := [number for number in sorted(ids) if number not in ends]:
-        ends = [*new, *ends]
-        _write_json(folder / GENERATION_FILE, {**keys, "eos_token_id": ends if len(ends) > 1 else ends[0]})
-    return ()
+        write_side_file(tmp_dir / GENERATION_FILE, read_side_file(tmp_dir / GENERATION_FILE) | {**choice.token_ids})
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
@@ -286,12 +257,14 @@ def _token_ids(separator: int | None) -> dict[str, int | None]:
     return {"bos_token_id": None, "eos_token_id": separator, "pad_token_id": None}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_side_file(file: Path) -> dict[str, Any]:
+    """Return the keys of a JSON file next to a tokenizer; raise ConfigError if it is not JSON."""
     try:
         return read_json_object(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name} next to the tokenizer is not JSON ({error}); mend or remove it") from None
 
 
-def _write_json(file: Path, keys: Mapping[str, Any]) -> None:
+def write_side_file(file: Path, keys: Mapping[str, Any]) -> None:
+    """Write a JSON file next to a tokenizer."""
     file.write_text(json.dumps(keys, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,21 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from moefold.config.base.loss_chunk import CPU_LOSS_TOKENS, MAX_COPIED_LOGITS, MIN_UPCAST_CHUNK_ROWS, NUM_UPCAST_CHUNKS
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.layer_sizes import KernelProfile, LayerSizes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.train import (
-    CPU_LOSS_TOKENS,
-    MAX_COPIED_LOGITS,
-    MIN_UPCAST_CHUNK_ROWS,
-    NUM_UPCAST_CHUNKS,
-    TrainConfig,
-)
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart
@@ -47,7 +42,7 @@ class ActivationMemory(LayerSizes):
     @cached_property
     def trains_indexers_only(self) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
-        return self.train.trains_indexers_only(self.model)
+        return self.model.trains_indexers_only(self.train)
 
     @cached_property
     def vocab_rows(self) -> int:

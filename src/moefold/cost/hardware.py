@@ -13,11 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
-from moefold.config.field import Bound
-from moefold.config.suggestions import closest_match
+from moefold.config.base.field import Bound
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
-from moefold.message_text import Setting
+from moefold.message_text import Setting, closest_match
 from moefold.units import GIB
 
 HIGH_PRECISION_DTYPES = ("float32", "float64")

@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moefold.config.base.param_spec import ModelPart, ParamSpec
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 from moefold.config.groups.router import BalanceScopePart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.topology.pipeline_layout import Stage
@@ -63,7 +63,7 @@ def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> s
     """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
     if lora.trains_adapters_only:
         return f".{MODULE_NAME}."
-    return ".indexer." if train.trains_indexers_only(model) else ""
+    return ".indexer." if model.trains_indexers_only(train) else ""
 
 
 def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:

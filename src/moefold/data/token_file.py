@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json_object
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import (
     ENDS_SUFFIX,
     TOKEN_SUFFIXES,

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from moefold.config.groups.attention import AttentionCore
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
-from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.lora import LowRankAdapters
 from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.autotune import Autotuner
@@ -40,6 +39,7 @@ from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.rope import NoRope, Rope
 
 if TYPE_CHECKING:
+    from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
     from moefold.ops.cpu.attention import CAttention
 
 
@@ -162,7 +162,7 @@ class TokenMixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+    def open_caches(self, current_pass: "CurrentPass", size: "CacheSize") -> "list[LayerCache]":
         """Attend to earlier tokens through new caches until `close_caches`, for generation; return the caches."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class SelfAttention(TokenMixer):
         self._core_without_cache: CoreAttention | None = None
         self.attends_in_blocks = False
 
-    def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
+    def open_caches(self, current_pass: "CurrentPass", size: "CacheSize") -> "list[LayerCache]":
         """Attend to the keys and values of the pages of each row's sample; see base class."""
         from moefold.model.paged_cache import KeyLimits, PagedAttention
 

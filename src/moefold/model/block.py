@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.groups.ffn import FeedForwardFrame
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.residual_multiplier = layer.residual.multiplier
         self.norms_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
-        self.is_frozen = settings.train.trains_indexers_only(model)
+        self.is_frozen = model.trains_indexers_only(settings.train)
         """True if only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> LayerOutput:

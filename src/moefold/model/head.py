@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moefold.config.base.loss_chunk import CPU_LOSS_TOKENS
 from moefold.config.model import ModelConfig
-from moefold.config.train import CPU_LOSS_TOKENS
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear
 from moefold.model.local_param import local_param

@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.set_loss(chosen_in(train, LossPart))
-        self.is_frozen = train.trains_indexers_only(model)
+        self.is_frozen = model.trains_indexers_only(train)
         self.freezes_weights = self.is_frozen or settings.lora.trains_adapters_only
         """True if the weights are frozen, except for indexers' weights in their warm-up stage."""
         if is_first or (is_last and model.last_stage_needs_embedding):

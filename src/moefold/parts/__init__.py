@@ -1,1 +1,1 @@
-"""The parts: a module or a folder for each group. Only `config/part_registry.py` imports them."""
+"""The parts: a module or a folder for each group. Only `config/base/part_registry.py` imports them."""

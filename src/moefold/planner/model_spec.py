@@ -13,10 +13,10 @@ from moefold.bounded_read import check_regular_file
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.config.suggestions import closest_match
 from moefold.cost.flops import TRAIN_TO_FORWARD, layer_flops, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, download_advice, is_hub_url, snapshot
+from moefold.message_text import closest_match
 from moefold.planner.foreign_models import ForeignModel, foreign_models, synonyms
 from moefold.recipe import load_config
 

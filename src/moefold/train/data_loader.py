@@ -12,9 +12,9 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.recipe_differences import dropped_files, sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
-from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs

@@ -3,18 +3,18 @@
 `check_config` uses the settings only. Functions named `check_..._device` compare settings with a type of device, and
 `memory_need.py` with the memory that its caller found; `train/machine_checks.py` checks the machine itself. A rule is a
 function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
-the annotation of its field (`config/field.py`). Rules between keys are in a file for each subject, settings
+the annotation of its field (`config/base/field.py`). Rules between keys are in a file for each subject, settings
 without effect in `unused.py`.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+from moefold.config.base.part import Part, describe_part
 from moefold.config.chosen import chosen_parts, tables_in
 from moefold.config.key_annotations import range_problems
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, part_class_problem, wrong_kind
@@ -24,11 +24,11 @@ from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.checkpoint import validate_keep_every
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
-from moefold.validate.data import DATA_RULES
+from moefold.validate.data import DATA_RULES, validate_alignment
 from moefold.validate.faults import FAULT_RULES, REGROUP_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory_savings import OFFLOAD_RULES, validate_memory, validate_recompute
-from moefold.validate.moe import TRAINING_ONLY_RULES, validate_routing, validate_shortcut
+from moefold.validate.moe import TRAINING_ONLY_RULES, validate_capacity, validate_routing, validate_shortcut
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order
 from moefold.validate.pipeline import validate_rows
 from moefold.validate.rl import RL_RULES, validate_rollout_experts, validate_vllm
@@ -62,6 +62,7 @@ MODEL_RULES = (validate_layers, *SPARSE_ATTENTION_RULES)
 RULES = (
     *MODEL_RULES,
     validate_routing,
+    validate_capacity,
     validate_shortcut,
     validate_selection_stages,
     *PARALLEL_RULES,
@@ -76,6 +77,7 @@ RULES = (
 )
 # Inference reads the data section of the training, which names the tokenizer.
 TRAINING_RULES = (
+    validate_alignment,
     validate_keep_every,
     *TRAINING_ONLY_RULES,
     *SPARSE_TRAINING_RULES,

@@ -1,10 +1,14 @@
-"""Rules on the data: packing, ends of documents, and weights of sources."""
+"""Rules on the data: packing, ends of documents, weights of sources, and data of a method of alignment."""
 
 import math
 from collections.abc import Iterator
 
-from moefold.config.data import DataConfig
+from moefold.config.base.part_registry import kinds_with
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.message_text import Problem
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
@@ -68,6 +72,27 @@ def validate_data_source(data: DataConfig) -> Iterator[Problem]:
 def has_validation_split(data: DataConfig) -> bool:
     """Return whether evaluation uses a separate split."""
     return data.kind == "huggingface" and bool(data.validation_split)
+
+
+def validate_alignment(model: ModelConfig, data: DataConfig, align: AlignConfig) -> Iterator[Problem]:
+    """Check the data of a method of alignment: their kind, no weighted sources, and no MTP layers for pairs."""
+    method = chosen_in(align, AlignmentPart)
+    kind = data.kind
+    if kind == "preference" and not method.preference:
+        way_out = f"choose {', '.join(kinds_with(method.group, 'data_kind', 'preference'))}"
+        rule = f"needs a loss for pairs, and {method.key}={method.kind!r} is none"
+        yield Problem(f'data.kind="{kind}"', None, rule, way_out)
+    if method.data_kind and kind != method.data_kind:
+        columns = " with a reward in each row" if not method.preference else ""
+        rule = f'needs data.kind="{method.data_kind}"{columns}, and it is {kind!r}'
+        yield Problem(method.key, method.kind, rule, "set it")
+    if method.data_kind and data.weights:
+        rule = "reads its rows as one data set"
+        way_out = "leave data.weights out, and name the files in data.path"
+        yield Problem(method.key, method.kind, rule, way_out)
+    if method.preference and model.mtp_layers:
+        rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
+        yield Problem(method.key, method.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
 
 
 DATA_RULES = (validate_data_weights, validate_data_source)

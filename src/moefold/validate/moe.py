@@ -1,8 +1,9 @@
-"""Rules on routing, load balancing and shortcut-connected MoE, and the requirements of DeepEP.
+"""Rules on routing, load balancing, capacities and shortcut-connected MoE, and the requirements of DeepEP.
 
 DeepEP is refused if the recipe names it. With "auto" the reasons decide the fallback.
 """
 
+import math
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
@@ -10,11 +11,10 @@ from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.suggestions import nearest_multiples, nearest_numbers
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
-from moefold.message_text import Problem, Setting
+from moefold.message_text import Problem, Setting, nearest_multiples, nearest_numbers
 from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 from moefold.topology.selection_groups import stage_starts
@@ -95,6 +95,32 @@ def _validate_expert_groups(part: RoutedPart) -> Iterator[Problem]:
     if size == 1 and part.router.sums_top2:
         rule = f"scores a group by its two best experts, and {name} makes groups of one"
         yield Problem("model.ffn.moe.router", part.router.kind, rule, f"choose num_groups of {experts // 2} or less")
+
+
+def validate_capacity(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
+    """Check the capacity of the experts: no token without an expert, some drops, and a capacity to pad to."""
+    part = model.routed
+    if part is None or part.top_k > part.num_experts:
+        return
+    for key in ("capacity_factor", "eval_capacity_factor"):
+        factor = getattr(moe, key)
+        enough = part.num_choices / part.top_k
+        if factor > 0 and factor * part.top_k < 1:
+            rule = (
+                f"with model.ffn.moe.top_k={part.top_k} gives all experts together a capacity below the number "
+                "of tokens, "
+                "so some would reach no expert"
+            )
+            minimum = math.ceil(100 / part.top_k) / 100
+            yield Problem(f"moe.{key}", factor, rule, f"choose {minimum} or more, or 0.0 (dropless)")
+        elif factor >= enough and not moe.pad_to_capacity:
+            rule = "lets every expert take every token, and so drops nothing"
+            way_out = f"choose less than num_experts/top_k={enough:g}, or 0.0 (dropless)"
+            yield Problem(f"moe.{key}", factor, rule, way_out)
+    if moe.pad_to_capacity and moe.capacity_factor == 0:
+        rule = "needs a capacity, and moe.capacity_factor=0.0 sets none"
+        way_out = "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
+        yield Problem("moe.pad_to_capacity", True, rule, way_out)
 
 
 TRAINING_ONLY_RULES = (validate_router_gradient,)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.message_text import Problem, Setting
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
@@ -107,7 +107,7 @@ def validate_indexer_warmup(
     model: ModelConfig, train: TrainConfig, align: AlignConfig, rl: RLConfig
 ) -> Iterator[Problem]:
     """Check that the warm-up stage has the loss of the indexers, and no other loss."""
-    if not train.trains_indexers_only(model):
+    if not model.trains_indexers_only(train):
         return
     name = Setting("train.indexer_stage", "warmup")
     if not train.indexer_loss:

@@ -6,16 +6,12 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.field import Bound
-from moefold.config.part import Part, UnusedKeys
-from moefold.config.part_registry import kinds_with
+from moefold.config.base.field import Bound
+from moefold.config.base.part import Part, UnusedKeys
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from moefold.config.data import DataConfig
-    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,24 +94,6 @@ class AlignmentPart(Part):
         """
         raise AssertionError("selects_rows")
 
-    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield problems: data of another kind or from weighted sources, and MTP layers, which have no loss."""
-        kind = data.kind
-        if kind == "preference" and not self.preference:
-            way_out = f"choose {', '.join(kinds_with(self.group, 'data_kind', 'preference'))}"
-            rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
-            yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
-        if self.data_kind and kind != self.data_kind:
-            columns = " with a reward in each row" if not self.preference else ""
-            rule = f"needs data.kind={_quoted(self.data_kind)}{columns}, and it is {kind!r}"
-            yield Problem(self.key, self.kind, rule, "set it")
-        if self.data_kind and data.weights:
-            rule = "reads its rows as one data set"
-            yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
-        if self.preference and model.mtp_layers:
-            rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
-            yield Problem(self.key, self.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPart(AlignmentPart):
@@ -147,9 +125,8 @@ class RewardPromptPart(RewardPart):
         """Setting `template`."""
         return self.template
 
-    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield the problems of `AlignmentPart.check` and of the template."""
-        yield from super().check(model, data)
+    def check(self) -> Iterator[Problem]:
+        """Yield the problems of the template."""
         yield from template_problems(self.template)
 
 
@@ -253,7 +230,3 @@ def record_pair_rewards(scores: PairScores, beta: float) -> None:
     scores.record_mean("rejected_reward", beta * scores.second, scores.is_pair)
     scores.record_mean("margin", beta * difference, scores.is_pair)
     scores.record_mean("accuracy", (difference > 0).double(), scores.is_pair)
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'

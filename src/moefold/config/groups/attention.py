@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from moefold.config.field import POSITIVE, MaxMagnitude, at_least
+from moefold.config.base.field import POSITIVE, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import Distribution, ParamSpec
+from moefold.config.base.part import KindOf, Part, Table, make_part
 from moefold.config.groups.indexer import IndexerPart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import Distribution, ParamSpec
-from moefold.config.part import KindOf, Part, Table, make_part
-from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
 LinearFormula = Callable[[Mapping[str, "Tensor"], "Tensor", float], "Tensor"]
@@ -322,7 +322,7 @@ class Temperature(Table):
     tokens: Annotated[int, at_least(1)] = 8192
     """Positions below this number have temperature 1."""
 
-    def shrink(self, small: SmallSizes) -> "Temperature":
+    def shrink(self, small: "SmallSizes") -> "Temperature":
         """Return the temperature with values other than 1 in short sequences."""
         return replace(self, tokens=min(self.tokens, small.span))
 

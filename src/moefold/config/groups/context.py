@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from moefold.config.field import Bound, MaxMagnitude, at_least
-from moefold.config.limits import MAX_SAMPLE_TOKENS
-from moefold.config.part import Part
+from moefold.config.base.field import Bound, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS
+from moefold.config.base.part import Part
 
 BALANCED = "balanced"
 TokenPlacement = Literal["samples", "documents", "balanced"]
@@ -97,6 +97,29 @@ class ContextPart(Part):
             chunk_size: tokens of an attention chunk; 0: no chunks.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Sizes of a global batch, and the ranks that share it."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    """Micro-batches of a data-parallel rank, including micro-batches of only padding."""
+    seq_len: int
+    vocab_size: int
+    mtp_layers: int
+    """Layers of multi-token prediction, each with targets of its own."""
+    dp: int
+    cp: int
+    context: ContextPart
+    is_float64: bool
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a data-parallel rank, padding included."""
+        return self.num_micro_batches * self.micro_batch_size
 
 
 def zigzag(cp: int, rank: int) -> tuple[int, int]:

@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from moefold.config.model import ModelConfig
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.train import TrainConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
 
 HOPPER_CAPABILITY = (9, 0)
 
@@ -172,12 +170,13 @@ class DispatcherPart(Part):
             return False
         return not self.kernel_package or importlib.util.find_spec(self.kernel_package) is not None
 
-    def check(
-        self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
-    ) -> Iterator[Problem]:
-        """Yield the settings that are incompatible with the dispatcher, such as values of ep and etp."""
+    def mapping_problems(self, parallel: "ParallelConfig", moe: "MoEConfig", *, has_experts: bool) -> Iterator[Problem]:
+        """Yield the values of ep and etp, and the padding, that are incompatible with the dispatcher.
+
+        Args:
+            has_experts: whether the model has MoE layers.
+        """
         p = parallel
-        has_experts = model.has_moe_layers
         is_spread = p.ep * p.etp > 1
         if self.needs_spread_experts and has_experts and not is_spread:
             yield self._problem(

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import MaxMagnitude, at_least
-from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.field import MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
 INDEX_BYTES = 4
@@ -48,7 +48,7 @@ class IndexerPart(Part):
     rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the indexer with few heads, and fewer selected keys than a window has: the selection has an effect."""
         return replace(
             self, top_k=min(self.top_k, small.span - 1), num_heads=min(self.num_heads, 3), head_dim=small.head_dim + 2

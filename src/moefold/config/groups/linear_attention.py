@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.attention import AttentionCore, AttentionPart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
-from moefold.config.suggestions import nearest_multiples
-from moefold.message_text import Problem
+from moefold.message_text import Problem, nearest_multiples
 
 if TYPE_CHECKING:
+    from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
 LINEAR_CHUNK_SIZE = 64
@@ -43,7 +42,7 @@ class LinearAttentionPart(AttentionPart):
     value_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 32
     """Width of a value head."""
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the part with one narrow key head for each rank."""
         return replace(
             self,
@@ -153,7 +152,7 @@ class DeltaRulePart(LinearAttentionPart):
     conv_kernel: Annotated[int, at_least(2), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 4
     """Tokens that the causal convolution of each channel combines, itself included."""
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the part with short convolutions; see base class."""
         return replace(super().shrink(small), conv_kernel=min(self.conv_kernel, small.conv_kernel))
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import at_least
-from moefold.config.part import Part
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.field import at_least
+from moefold.config.base.part import Part
+
+if TYPE_CHECKING:
+    from moefold.config.base.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class DecayPart(LrSchedulePart):
     min_lr: Annotated[float, at_least(0)] = 0.0
     """Learning rate at the end of the decay, at most train.lr."""
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the schedule for the peak of a small recipe."""
         return replace(self, min_lr=min(self.min_lr, small.lr))
 

@@ -9,20 +9,19 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.checkpoint.recipe_differences import model_differences
+from moefold.config.base.part import describe_part, parts_in
+from moefold.config.base.part_registry import is_built_in
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import describe_part, parts_in
-from moefold.config.part_registry import is_built_in
-from moefold.config.suggestions import closest_match
 from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.families.family import Family, MultimodalFolder
+from moefold.convert.families.key_spellings import spellings_of, with_all_spellings
 from moefold.convert.families.known_keys import (
     QUANTIZATION_KEYS,
     KeyReader,
     KeyReport,
     classify_keys,
     config_known_keys,
-    declared_keys,
     file_report,
     generation_known_keys,
     join_reports,
@@ -37,7 +36,7 @@ from moefold.convert.families.mtp import count_mtp_layers, tensor_names
 from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import download_advice
-from moefold.message_text import format_list
+from moefold.message_text import closest_match, format_list
 from moefold.validate.config import check_config
 
 QUANTIZATION_KEY = "quantization_config"
@@ -159,7 +158,7 @@ def inspect_config(
     family = find_family(hf_config, folder)
     model: dict[str, Any] = {}
     try:
-        spelled = _resolve_key_aliases(hf_config, family)
+        spelled = with_all_spellings(hf_config, family.name)
         root = KeyReader(spelled)
         text = text_config(root, family)
         if reason := quantization_unsupported_reason(plain(text.get(QUANTIZATION_KEY))):
@@ -176,27 +175,11 @@ def inspect_config(
     return cfg.model, report
 
 
-def _resolve_key_aliases(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
-    keys = dict(hf_config)
-    for alias, name in declared_keys().aliases.get(family.name, {}).items():
-        if keys.get(alias) is None:
-            continue
-        if keys.get(name, keys[alias]) not in (keys[alias], None):
-            raise ConfigError(
-                f"config.json has {alias}={keys[alias]!r} and {name}={keys[name]!r}, two spellings of one key; remove "
-                "the wrong one"
-            )
-        keys[name] = keys[alias]
-    return keys
-
-
 def _classify_config_keys(
     hf_config: Mapping[str, Any], root: KeyReader, family: Family, ignored_keys: Collection[str]
 ) -> KeyReport:
     """Sort the keys of a config.json whose fields have been read."""
-    for alias, name in declared_keys().aliases.get(family.name, {}).items():
-        root.read_keys |= {alias} if name in root.read_keys else set()
+    root.read_keys = spellings_of(root.read_keys, family.name)
     reader = KeyReader(hf_config)
     reader.read_keys = root.read_keys
     reader.nested = {key: inner for key, inner in root.nested.items() if key in hf_config}

@@ -7,7 +7,7 @@ layer, and `model.ffn.moe.shortcut` adds the output of its routed experts after 
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.layer_words import MAX_LAYERS
+from moefold.config.base.limits import MAX_LAYERS
 from moefold.config.model import ModelConfig
 from moefold.convert.families.config_fields import AllowedValues, Constants, Renamed, allowed, renamed
 from moefold.convert.families.family import (

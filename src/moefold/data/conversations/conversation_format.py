@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moefold.config.suggestions import closest_match
 from moefold.data.sources.file_formats import JsonlRecord, column_text, refuse_surrogates, unknown_column_message
 from moefold.errors import ConfigError
+from moefold.message_text import closest_match
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. A template may use other roles, but only answers of the assistant are trained on."""

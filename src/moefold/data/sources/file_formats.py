@@ -22,10 +22,9 @@ from shlex import quote
 from typing import Any, BinaryIO, cast
 
 from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, bounded_lines, open_regular, parse_json
-from moefold.config.suggestions import closest_match
 from moefold.data.input_paths import COMPRESSION_SUFFIXES
 from moefold.errors import ConfigError, install_command
-from moefold.message_text import first_line
+from moefold.message_text import closest_match, first_line
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BLOCK_BYTES = 1 << 20

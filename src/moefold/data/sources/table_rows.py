@@ -21,7 +21,6 @@ from moefold.bounded_read import (
     read_json,
     read_text,
 )
-from moefold.config.suggestions import closest_match
 from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
 from moefold.data.sources.file_formats import (
     ColumnError,
@@ -40,7 +39,7 @@ from moefold.data.sources.file_formats import (
     unknown_column_message,
 )
 from moefold.errors import ConfigError
-from moefold.message_text import Problem, Setting, first_line
+from moefold.message_text import Problem, Setting, closest_match, first_line
 
 logger = logging.getLogger(__name__)
 

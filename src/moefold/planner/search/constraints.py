@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from moefold.config.base.part import Part, kind_or_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.key_annotations import range_problems
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, kind_or_part
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem
 from moefold.topology.layout import DEGREES, fold
@@ -31,6 +31,7 @@ from moefold.validate.parallel import (
     validate_batch_size,
     validate_degrees,
     validate_dispatch_kernels,
+    validate_dispatcher,
     validate_expert_overlap,
     validate_sequence_length,
 )
@@ -132,7 +133,10 @@ MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
         validate_micro_batch_count: ("dp", "pp", "mbs", "schedule"),
     },
     "kernels": {validate_dispatch_kernels: ("ep", "etp", "dispatcher", "overlap")},
-    "dispatcher": {partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch")},
+    "dispatcher": {
+        validate_dispatcher: ("ep", "etp", "dispatcher"),
+        partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch"),
+    },
     "overlap": {validate_expert_overlap: ("crosses_ranks", "schedule", "zero", "step", "overlap")},
     "recompute": {validate_recompute: ("recompute",)},
     "offload": {validate_offload: ("recompute", "offload"), validate_offload_dir: ("offload", "moments")},

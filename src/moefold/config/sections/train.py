@@ -3,25 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
-from moefold.config.groups.context import ContextPart
-from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
-from moefold.config.model import ModelConfig
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.field import POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
+from moefold.config.base.loss_chunk import automatic_loss_chunk
+from moefold.config.base.part import KindOf, Part, Section
+from moefold.config.base.path_rules import NO_TILDE
 
-LARGE_LOGITS = 1 << 28
-"""Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
-LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
-MAX_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits that the loss copies to float32 at a time by device: 16 MiB (no page faults), and 256 MiB (few launches)."""
-CPU_LOSS_TOKENS = 512
-"""Tokens of a loss chunk on a CPU if logits are saved (docs/log.md#2026-11-20-chunked-loss-and-recomputation)."""
-NUM_UPCAST_CHUNKS = 8
-MIN_UPCAST_CHUNK_ROWS = 256
-"""A large weight is upcast in NUM_UPCAST_CHUNKS chunks, of at least this many rows."""
-MIN_LOSS_CHUNK_TOKENS = 256
-"""Minimum tokens of a loss chunk with train.loss_chunk = -1."""
 AUTO_RECOMPUTE = "auto"
 """Only value of the list `train.recompute` if the parts follow from the memory."""
 
@@ -119,10 +106,6 @@ class TrainConfig(Section):
         """Return the micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return -(-self.global_batch_size // (self.micro_batch_size * dp))
 
-    def trains_indexers_only(self, model: ModelConfig) -> bool:
-        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
-        return model.attention.selector is not None and self.indexer_stage == "warmup"
-
     def num_padding_micro_batches(self, dp: int) -> int:
         """Return the micro-batches of only padding in a step, on the last ranks; 0 if dp divides the batch."""
         return self.num_micro_batches(dp) * dp - self.global_batch_size // self.micro_batch_size
@@ -140,30 +123,4 @@ class TrainConfig(Section):
         """
         if self.loss_chunk >= 0:
             return self.loss_chunk
-        if self.loss_tokens(cp) * vocab_rows <= LARGE_LOGITS:
-            return 0
-        logits = LOSS_CHUNK_LOGITS.get(device_type, LOSS_CHUNK_LOGITS["cpu"])
-        return max(MIN_LOSS_CHUNK_TOKENS, logits // vocab_rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """Sizes of a global batch, and the ranks that share it."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    num_micro_batches: int
-    """Micro-batches of a data-parallel rank, including micro-batches of only padding."""
-    seq_len: int
-    vocab_size: int
-    mtp_layers: int
-    """Layers of multi-token prediction, each with targets of its own."""
-    dp: int
-    cp: int
-    context: ContextPart
-    is_float64: bool
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Samples of a data-parallel rank, padding included."""
-        return self.num_micro_batches * self.micro_batch_size
+        return automatic_loss_chunk(device_type, self.loss_tokens(cp), vocab_rows)

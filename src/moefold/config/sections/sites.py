@@ -1,13 +1,10 @@
 """The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Any, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
-from moefold.config.part import KindOf, Part, Section
-
-if TYPE_CHECKING:
-    from moefold.config.groups.site_method import SiteMethodPart
+from moefold.config.base.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
+from moefold.config.base.part import KindOf, Part, Section
 
 DEFAULT_EVERY = 30
 READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum")
@@ -79,19 +76,19 @@ class SitesConfig(Section):
         return self.count > 1 or self.has_outer_step
 
     @property
-    def part(self) -> "SiteMethodPart":
-        """Return the method."""
-        return cast("SiteMethodPart", self.method)
+    def part(self) -> Any:
+        """Method, a `SiteMethodPart`."""
+        return self.method
 
     @property
     def has_outer_step(self) -> bool:
         """Return whether the outer step differs from the mean of the sites' weights."""
-        return self.lr != 1.0 or self.momentum > 0 or self.part.has_outer_step
+        return self.lr != 1.0 or self.momentum > 0 or bool(self.part.has_outer_step)
 
     @property
     def owns_experts(self) -> bool:
         """Return whether each site trains its own experts."""
-        return self.count > 1 and self.part.owns_experts
+        return self.count > 1 and bool(self.part.owns_experts)
 
     @property
     def num_expert_owners(self) -> int:

@@ -19,7 +19,7 @@ class Bound:
 class MaxMagnitude:
     """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.
 
-    Numbers without it have the largest magnitude of their type (`config/limits.py`).
+    Numbers without it have the largest magnitude of their type (`config/base/limits.py`).
     """
 
     value: int
@@ -83,8 +83,3 @@ POSITIVE = Bound("must be greater than 0", lambda value: value > 0)
 BELOW_ONE = Bound("must lie in [0, 1): at least 0 and below 1", lambda value: 0 <= value < 1)
 SHARE = Bound("must lie in (0, 1]: above 0 and at most 1", lambda value: 0 < value <= 1)
 ZERO_TO_ONE = Bound("must lie between 0 and 1", lambda value: 0 <= value <= 1)
-NO_TILDE = Bound(
-    'must not begin with "~", which moefold does not replace by the home folder; write the whole path',
-    lambda name: not name.startswith("~"),
-)
-"""Rule on the name of a folder that a run creates."""

@@ -1,17 +1,20 @@
 """Upper bounds of recipe values, checked before anything is derived from the values.
 
 Each bound is far above the values of any real run. The annotation of a key's field may have the bound
-(`config/field.py`); else the default of its type applies.
+(`config/base/field.py`); else the default of its type applies.
 """
 
 from math import inf
 from typing import Any, get_args
 
+from moefold.config.base.path_rules import non_unicode_reason
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9
+MAX_LAYERS = 10_000
+"""Layers of a model, which limits the memory for untrusted text."""
 MAX_SAMPLE_TOKENS = 2**24
 """Tokens per sample."""
 MAX_MICRO_BATCHES = 2**16
@@ -50,19 +53,6 @@ def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> st
     numbers = value if isinstance(value, list) and float in get_args(hint) else []
     if any(isinstance(number, int | float) and not abs(number) <= MAX_NUMBER for number in numbers):
         return f"must hold numbers of at most {MAX_NUMBER:.0e}"
-    return ""
-
-
-def non_unicode_reason(text: str) -> str:
-    """Return the part of a text that is not Unicode, such as a byte of a file name that is not UTF-8; "" if none."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        # Python's file names have surrogates instead of such bytes (PEP 383).
-        is_byte = 0xDC80 <= code <= 0xDCFF
-        fault = f"the byte 0x{code - 0xDC00:02X}, which is not UTF-8" if is_byte else f"a lone surrogate U+{code:04X}"
-        return f"has {fault}; rename the file or folder, or link to it by a name in UTF-8"
     return ""
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moefold.config.aliases import moefold_value
-from moefold.config.plugins import (
+from moefold.config.base.aliases import moefold_value
+from moefold.config.base.plugins import (
     class_problems,
     entry_point_of,
     entry_points_of,
@@ -25,7 +25,7 @@ from moefold.message_text import Problem, UnquotedText
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
-FOLDER = Path(__file__).parents[1] / "parts"
+FOLDER = Path(__file__).parents[2] / "parts"
 
 
 @cache
@@ -112,7 +112,7 @@ def find_group(name: str) -> Any:
 @cache
 def all_groups() -> tuple[Any, ...]:
     """Return the base classes of all groups, sorted by name."""
-    folder = Path(__file__).parent / "groups"
+    folder = Path(__file__).parents[1] / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{module.name}") for module in pkgutil.iter_modules([str(folder)])]
     bases = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
     return tuple(sorted((base for base in bases if "group" in vars(base)), key=lambda base: base.group))

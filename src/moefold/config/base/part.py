@@ -2,16 +2,16 @@
 
 A part is a dataclass: one of several small ones in `parts/GROUP.py`, or in its own file, `parts/GROUP/KIND.py` or
 `parts/GROUP/KIND/part.py` with its module and its formula in the same folder. A recipe names the part by its kind
-(`config/part_registry.py`). The fields of the part are its settings. The other modules use only the methods of the base
-class of its group, in `config/groups/`.
+(`config/base/part_registry.py`). The fields of the part are its settings. The other modules use only the methods of
+the base class of its group, in `config/groups/`.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.part_registry import (
+from moefold.config.base.part_registry import (
     built_in_kinds,
     describe_class,
     find_part,
@@ -20,10 +20,12 @@ from moefold.config.part_registry import (
     kinds,
     kinds_with,
 )
-from moefold.config.plugins import origin_of, rebuild
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.plugins import origin_of, rebuild
 from moefold.errors import RunError
 from moefold.message_text import Problem
+
+if TYPE_CHECKING:
+    from moefold.config.base.small_sizes import SmallSizes
 
 Built = TypeVar("Built")
 
@@ -78,7 +80,7 @@ class Part:
     key: ClassVar[str]
     """Recipe key that chooses the part of this group, as "section.key"."""
     interface: ClassVar[int]
-    """Interface version that a part from outside was written for: 1 (`config/plugins.py`)."""
+    """Interface version that a part from outside was written for: 1 (`config/base/plugins.py`)."""
     changes_maths: ClassVar[bool] = True
     """False if no result depends on the part: the oracle of `moefold verify` does not read it."""
 
@@ -103,7 +105,7 @@ class Part:
         if kind:
             cls.own_kind = kind
         if not cls.__module__.startswith("moefold."):
-            from moefold.config.part_failures import guard_methods
+            from moefold.config.base.part_failures import guard_methods
 
             guard_methods(cls)
 
@@ -129,7 +131,7 @@ class Part:
         """Yield the keys without effect with this part, except keys of parts of other kinds; called like `check`."""
         yield from ()
 
-    def shrink(self, small: SmallSizes) -> Self:
+    def shrink(self, small: "SmallSizes") -> Self:
         """Return the part with small sizes and the same code paths, for `moefold verify --shrink`."""
         nested = {field.name: getattr(self, field.name) for field in fields(self)}
         shrunk = {name: part.shrink(small) for name, part in nested.items() if isinstance(part, Part)}

@@ -1,0 +1,1 @@
+"""Annotations of keys, limits, and parts with their kinds: what sections and groups are written with."""
