@@ -11,7 +11,7 @@ from moefold.data.conversations.conversation_format import parse_messages
 from moefold.data.conversations.conversation_tokens import SkippedRows
 from moefold.data.conversations.reward_prompt import RewardPrompt
 from moefold.data.index_shuffle import IndexShuffle
-from moefold.data.sft import conversation_files
+from moefold.data.source_listing import conversation_files
 from moefold.data.sources.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul

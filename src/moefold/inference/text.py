@@ -15,7 +15,8 @@ from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer, tokenizer_
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.sources.file_formats import refuse_surrogates
-from moefold.data.token_file import TokenFile, compare_tokenizers, read_npy_header, read_tokenize_info
+from moefold.data.token_file import read_npy_header
+from moefold.data.tokenize_record import compare_tokenizers, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
@@ -55,7 +56,7 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
         tokenizer = open_tokenizer(source, override)
         with spelled_as({"data.tokenizer": "--tokenizer" if override else "the model's tokenizer"}):
             try:
-                compare_tokenizers([TokenFile(file, 0, None)], tokenizer, name)
+                compare_tokenizers([file], tokenizer, name)
             except ConfigError as error:
                 [problem] = error.problems
                 raise ConfigError(replace(problem, way_out="name ids of the model's")) from error

@@ -130,7 +130,7 @@ def _generate(
     report_decoding(loaded, job.cfg.run)
     if output is not None:
         output.begin()
-    dp = loaded.groups.attn.dp
+    dp = loaded.model.groups.attn.dp
     completions = GenerationEngine(loaded.model, job.settings, job.sampling).generate(
         job.requests[dp.rank :: dp.size],
         on_token,

@@ -18,7 +18,7 @@ from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
-from moefold.data.dataset import NEEDS_PROGRAM, dataset_request, prepare
+from moefold.data.dataset import NEEDS_PROGRAM, DataRequest
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
@@ -195,7 +195,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and not cfg.data.drops_files:
         # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
-        prepare(**dataset_request(cfg))
+        DataRequest.of(cfg).prepare()
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
     if setup.resume is not None:
         check_run_tokenizer(cfg.data, setup.resume)
