@@ -148,7 +148,7 @@ def train_model(
     from moefold.train.worker import ProgramHooks, train_on_rank
 
     program = ProgramHooks(loss, data, callbacks)
-    main = partial(train_on_rank, setup.cfg, setup.messages, program)
+    main = partial(train_on_rank, setup, program)
     cfg = setup.folder.cfg
     return collect_from_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 

@@ -82,7 +82,7 @@ def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
     from moefold.launch.ranks import run_ranks
     from moefold.train.worker import train_worker
 
-    main = partial(train_worker, setup.cfg, setup.messages)
+    main = partial(train_worker, setup)
     cfg = setup.folder.cfg
     return run_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 
