@@ -39,7 +39,7 @@ from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
 from moefold.train.signals import StopSignals
-from moefold.train.start import choose_training_device, prepare_data, set_up_run
+from moefold.train.start import set_up_run
 from moefold.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -342,8 +342,8 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
         setup = ranks.run_on_all_ranks(partial(set_up_run, recipe, rank_env, program.data))
         if finished := ranks.value_of_rank0(finished_outcome(setup)):
             return finished
-        device_type = ranks.run_on_all_ranks(partial(choose_training_device, setup, rank_env))
+        device_type = ranks.run_on_all_ranks(partial(setup.choose_device, rank_env))
         ranks.check_devices(device_type)
-        ranks.run_on_all_ranks(partial(prepare_data, setup, rank_env))
+        ranks.run_on_all_ranks(partial(setup.prepare_data, rank_env))
         with without_process_groups():
             return train_on_rank(setup, program, rank_env, device_type)
