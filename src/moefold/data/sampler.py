@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from moefold.data.held_out import IndexRanges
-from moefold.data.index_shuffle import IndexShuffle
+from moefold.data.index_shuffle import EpochOrder
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
 from moefold.errors import ConfigError, RunError
-from moefold.integer_hash import hash_ints
 from moefold.message_text import Problem
 
 
@@ -144,8 +143,7 @@ class SplitSampler(Sampler):
         self.fill_fraction = source.fill_fraction
         self._source = source
         self._members = IndexRanges((range(len(source)),)) if members is None else members
-        self._order_key = order_key
-        self._epoch_order: tuple[int, IndexShuffle] | None = None
+        self._order = EpochOrder(len(self._members), order_key)
         self._num_dropped = 0
         self.drop_files(())
 
@@ -184,12 +182,7 @@ class SplitSampler(Sampler):
             rule = "holds no sample out"
             way_out = "set it above 0, or train.eval_every=0 to train without evaluation"
             raise ConfigError(Problem("data.validation_fraction", 0, rule, way_out))
-        epoch, place = divmod(index, len(self))
-        if self._order_key is None:
-            return self._members[place]
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, IndexShuffle(len(self), hash_ints(self._order_key, epoch)))
-        return self._members[self._epoch_order[1](place)]
+        return self._members[self._order(index)]
 
 
 class StridedSampler(Sampler):
