@@ -91,8 +91,9 @@ def recipe_callbacks(
         drain = checkpointing.saver.drain
         callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
     if cfg.sites.is_active:
-        from moefold.train.sites.callbacks import SiteEvaluation, SiteRounds
         from moefold.train.sites.meeting import equal_settings
+        from moefold.train.sites.outer_evaluation import SiteEvaluation
+        from moefold.train.sites.rounds import SiteRounds
 
         settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
         callbacks.append(SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings))
