@@ -17,7 +17,7 @@ from moefold.data.shard_reader import map_npy
 from moefold.data.token_file import open_document_ends
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
-from moefold.inference.text import open_ids
+from moefold.inference.token_dataset import open_ids
 
 
 class Runs:

@@ -19,7 +19,8 @@ from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import TokenDataset, has_stop_string
+from moefold.inference.text_stream import has_stop_string
+from moefold.inference.token_dataset import TokenDataset
 from moefold.model.loss import token_losses
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.terminal import print_escaped
