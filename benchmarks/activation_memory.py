@@ -15,10 +15,10 @@ from benchmarks.process_group import make_group
 from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.linear import linear
 from moefold.model.loss import ChunkOptions, chunked_token_losses, token_losses
 from moefold.model.transformer import build_model, module_settings

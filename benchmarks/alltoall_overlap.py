@@ -21,13 +21,13 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
-from moefold.config.data import DataConfig
 from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import DataRequest
 from moefold.launch.rank_pool import WorkerPool
 from moefold.model.block import Block

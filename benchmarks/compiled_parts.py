@@ -17,9 +17,9 @@ from torch import nn
 
 from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
 

@@ -13,10 +13,10 @@ from benchmarks.cuda_trace import CUDA, H200, Device, Event, Trace, trace_cuda
 from moefold.comm import row_exchange
 from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
+from moefold.config.base.part_registry import find_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.load import config_from_dict
-from moefold.config.part_registry import find_part
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.cost.state_bytes import dispatch_sizes

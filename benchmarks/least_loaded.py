@@ -21,9 +21,9 @@ from moefold.bench.timing import StorageMeter, time_interleaved
 from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.config.base.part_registry import find_part
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.part_registry import find_part
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed, spawn_ranks

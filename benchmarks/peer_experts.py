@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.load import config_from_dict
-from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
+from moefold.config.sections.rl import RolloutConfig
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams

@@ -25,10 +25,10 @@ from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import TorchDispatchMode
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv

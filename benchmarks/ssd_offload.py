@@ -20,9 +20,9 @@ from torch import nn
 
 from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.transformer import build_model
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.recompute import apply_recompute

@@ -16,7 +16,7 @@ from moefold.bench.timing import CLOCKS, Clock, PeakRates, synchronized
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap

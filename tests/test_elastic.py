@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.recipe import fitting_world_sizes, with_world_size
 from moefold.validate.config import check_config

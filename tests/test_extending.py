@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefold.api import build_model, train_model
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.launch.rank_pool import WorkerPool

@@ -86,7 +86,7 @@ class Recipe:
     @cached_property
     def cfg(self) -> Any:
         """The settings under the recipe's mapping; settings of a preset, or without a mapping, on one rank."""
-        from moefold.config.parallel import ParallelConfig
+        from moefold.config.sections.parallel import ParallelConfig
         from moefold.planner.planner import read_model
         from moefold.recipe import load_config
 
@@ -100,7 +100,7 @@ class Recipe:
     @cached_property
     def small(self) -> Any:
         """The shrunk settings on one rank."""
-        from moefold.config.parallel import ParallelConfig
+        from moefold.config.sections.parallel import ParallelConfig
         from moefold.verify.shrink import shrink
 
         return shrink(replace(self.cfg, parallel=ParallelConfig()))
@@ -152,7 +152,7 @@ def cache_lines(recipe: Recipe) -> Iterator[str]:
 
 def memory_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the memory of each pipeline rank by part, on both devices, as the recipe says and recomputed."""
-    from moefold.config.train import AUTO_RECOMPUTE
+    from moefold.config.sections.train import AUTO_RECOMPUTE
     from moefold.cost.peak_memory import compute_rank_memory
     from moefold.cost.recompute_parts import recompute_parts
     from moefold.cost.saved_tensors import KERNEL_PROFILES
@@ -279,9 +279,9 @@ STEP_NUMBERS = ("step", "loss", "aux_loss", "z_loss", "mtp_loss", "indexer_loss"
 def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
     """Return the recipe for two steps on one rank of this machine: as it is if its model is small, else shrunk."""
     from moefold.config.chosen import chosen_in
-    from moefold.config.faults import FaultsConfig
     from moefold.config.groups.optimizer import OptimizerPart
-    from moefold.config.metrics import MetricsConfig
+    from moefold.config.sections.faults import FaultsConfig
+    from moefold.config.sections.metrics import MetricsConfig
     from moefold.recipe import load_config
 
     overrides = OBJECTIVE_RUNS.get(recipe.name)
@@ -315,7 +315,7 @@ def train(cfg: Any, folder: Path) -> tuple[list[dict[str, Any]], Path | None]:
     """Train two steps in a folder; return the records of the steps, and the checkpoint."""
     import moefold.metrics.plot as plot
     from moefold.api import train_in_process
-    from moefold.config.lora import LoraConfig
+    from moefold.config.sections.lora import LoraConfig
 
     plot.plot_loss = lambda run_dir: run_dir  # drawing takes longer than the steps
     steps: list[dict[str, Any]] = []

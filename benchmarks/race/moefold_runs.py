@@ -25,8 +25,8 @@ from benchmarks.race.run_protocol import (
 )
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.base.part import make_part
 from moefold.config.load import config_from_dict
-from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.site_links import ExchangeResult
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.optim.outer_round import PendingRound
 from moefold_experiments.co2.module import bits_to_float, float_to_bits
 from moefold_experiments.co2.part import CO2

@@ -9,9 +9,9 @@ import pytest
 import moefold
 import moefold_experiments
 from moefold.config import part_registry, part_table, plugins
+from moefold.config.base.part import settings_of
+from moefold.config.base.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.load import config_from_dict
-from moefold.config.part import settings_of
-from moefold.config.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config

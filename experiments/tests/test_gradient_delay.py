@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments, reset_moments

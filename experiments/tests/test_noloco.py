@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.launch.site_round import pair_members
 from moefold_experiments.noloco.module import add_pull
 from tests.optim.outer_site import Site, gradients

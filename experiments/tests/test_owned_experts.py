@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.part import make_part
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.base.part import make_part
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.optim.outer_round import PendingRound
 from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import clip_gradients, local_norm_sq

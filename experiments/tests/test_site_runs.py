@@ -9,7 +9,7 @@ import torch
 from experiments.tests.oracle_site_methods import OracleOfPairs, OracleOfWholeRounds, oracle_of
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.launch.meeting import describe_sites
 from moefold.launch.site_round import pair_members

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold_experiments.sparseloco.module import SparseCode
 from moefold_experiments.sparseloco.part import CHUNK, SparseLoCo
 from tests.comm.wide_range import vector

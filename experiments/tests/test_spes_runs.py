@@ -10,7 +10,7 @@ import torch
 from experiments.tests.oracle_site_methods import OracleOfOwners
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.stored_tensors import differing_tensors
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.rank_pool import WorkerError

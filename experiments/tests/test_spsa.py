@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.optimizer import ForwardOnlyStep
-from moefold.config.param_spec import ParamSpec
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.weight_init import seed_for
 from moefold_experiments.spsa.module import SPSA, decode_gradient, encode_gradient
 from moefold_experiments.spsa.oracle import perturbation

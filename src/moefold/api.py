@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.plugins import import_files
+from moefold.config.base.plugins import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env

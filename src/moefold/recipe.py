@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.data import DataConfig
-from moefold.config.limits import MAX_NUMBER, MAX_STEPS
+from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO_MAPPING, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import import_part_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
 from moefold.config.tree import Tree
 from moefold.config.upgrade import check_format

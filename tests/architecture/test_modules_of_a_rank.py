@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from moefold.config.base.part import Part
+from moefold.config.base.part_registry import all_groups
 from moefold.config.chosen import tables_in
-from moefold.config.part import Part
-from moefold.config.part_registry import all_groups
 from moefold.recipe import load_config
 from moefold.train.callbacks.callback import Callback
 

@@ -11,8 +11,8 @@ from moefold.checkpoint.integrity import quick_validate
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.retention import remove_older
 from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from tests.checkpoint.empty_checkpoints import meta, names, recipe, write
 
 

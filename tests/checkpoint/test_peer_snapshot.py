@@ -22,8 +22,8 @@ from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.private_torch import without_process_groups
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError

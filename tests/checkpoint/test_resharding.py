@@ -11,10 +11,10 @@ from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.part import make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

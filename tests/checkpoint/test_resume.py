@@ -13,10 +13,10 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.recipe_differences import data_order_change, sample_order
 from moefold.checkpoint.resume import find_resume
 from moefold.checkpoint.retention import remove_older
-from moefold.config.data import DataConfig
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from tests.checkpoint.empty_checkpoints import MODEL, meta, names, recipe, write
 from tests.models import edit_model

@@ -28,8 +28,8 @@ from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
 from moefold.comm.groups import current_world
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.errors import ConfigError
 from tests.checkpoint.broken_checkpoints import load_error, recipe, save_broken, seal, training_step
 from tests.models import edit_model

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from moefold.cli.layout_picture import save_picture
 from moefold.cli.layout_table import DrawnView, compact_count, describe_changes, unfolded_experts
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.stage_balance import plan_stages, stage_cost
 from moefold.errors import ConfigError
 from moefold.topology.layout import View, fold

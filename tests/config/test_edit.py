@@ -5,8 +5,8 @@ from operator import attrgetter
 import pytest
 
 import moefold
+from moefold.config.base.part import make_part
 from moefold.config.edit import edit_model
-from moefold.config.part import make_part
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import tables
 from moefold.recipe import load_config

@@ -8,7 +8,7 @@ from moefold.config.key_help import keys_text
 from moefold.config.load import config_from_dict
 from moefold.config.method_defaults import PRETRAINING, all_methods
 from moefold.config.schema import config_to_dict
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.recipe import load_recipe
 from moefold.validate.config import check_config

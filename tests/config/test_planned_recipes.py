@@ -19,7 +19,7 @@ from benchmarks.planned_recipes import (
 )
 from moefold.cli.main import main
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.hardware import load_device
 from moefold.host.memory import AvailableMemory
 from moefold.recipe import load_config

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.part import keys_of
+from moefold.config.base.part import keys_of
 from moefold.config.presets import load_preset, preset_names, preset_summary
 from moefold.config.upgrade import flat_settings
 from moefold.cost.flops import count_parameters

@@ -6,10 +6,10 @@ from typing import get_type_hints
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part_registry import built_in_kinds, find_part, groups
+from moefold.config.base.part_registry import built_in_kinds, find_part, groups
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.planner.search.constraints import MAPPING_RULES
 from moefold.validate.config import RULES
 from moefold.validate.moe import TRAINING_ONLY_RULES

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moefold.config.part import KindOf
-from moefold.config.part_registry import built_in_kinds
+from moefold.config.base.part import KindOf
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.suggestions import (
     annotation_at,
     group_at,

@@ -11,11 +11,11 @@ from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.recipe_differences import data_order_change, sample_order
+from moefold.config.base.part import Part, make_part
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import read_key
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, make_part
-from moefold.config.part_registry import built_in_kinds
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.suggestions import key_types, kind_settings, part_keys, tables

@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.weight_sources import load_hf_weights
 from moefold.model.transformer import build_model

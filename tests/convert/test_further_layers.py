@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.convert.families.families import FAMILIES
 from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.families.mtp import tensor_names

@@ -13,7 +13,7 @@ from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manife
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
 from moefold.errors import ConfigError

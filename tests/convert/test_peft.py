@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.convert.adapters.peft import split_targets
 from moefold.convert.adapters.peft_names import read_stacked, stacked_parameters, write_stacked
 from moefold.convert.families.families import FAMILIES

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.weight_sources import HfSource, load_hf_weights
 from moefold.errors import ConfigError

@@ -2,12 +2,12 @@
 
 import random
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import Part, make_part
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError
 from moefold.topology.layout import fold

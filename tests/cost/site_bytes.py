@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.site_traffic import PART_ELEMENTS, recipe_format, site_traffic

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.auto_layout_memory import max_in_flight

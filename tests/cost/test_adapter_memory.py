@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.validate.config import check_config
 from tests.cost.measured_memory import LATENT, WITHIN, assert_states, formulas_of
 from tests.cost.measured_memory import measure_one_rank as on_one_rank

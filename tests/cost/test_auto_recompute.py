@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.auto_recompute import choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import recompute_parts

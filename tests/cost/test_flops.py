@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.flops import count_parameters, step_flops_per_token, train_flops_per_token
 from moefold.model.block import LayerInputs
 from moefold.model.lora import freeze_all_but_adapters

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.memory_columns import ModelChunk, columns_of, recipe_chunk

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.train.memory_profile import sharded_state_bytes

@@ -5,10 +5,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.auto_layout_memory import max_in_flight, unit_bytes
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data import best_fit
 from moefold.data.best_fit import BestFitSamples, DocumentBoundaries, document_windows, open_best_fit, pack_documents
 from moefold.data.dataset import DataRequest

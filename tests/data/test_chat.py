@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import (
     BYTES_TEMPLATE,
     ChatRequest,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import default_cache_dir
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatTemplate, load_chat_template
 from moefold.data.conversations.conversation_cache import TokenizedConversations, open_conversations
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import default_cache_dir
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.fingerprint import BLOCK_BYTES, file_sizes, fingerprint, size_differences
 from moefold.data.input_paths import file_differences
 

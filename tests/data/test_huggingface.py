@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.cache_dir import default_cache_dir
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.sources.huggingface import text_tables
 from moefold.data.validate_source import check_data

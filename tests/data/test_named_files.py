@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moefold.bounded_read import read_text
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.fingerprint import fingerprint
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.input_paths import existing_path

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import FORMAT, MANIFEST, RoutingTrace
 from moefold.data.shard_reader import map_npy

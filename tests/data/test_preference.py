@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.align import AlignConfig
-from moefold.config.data import DataConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.preference import cut_lengths, parse_labelled, parse_pair
 from moefold.data.sources.file_formats import JsonlRecord, parse_line

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.fingerprint import file_sizes, fingerprint
 from moefold.data.input_paths import data_file_path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.sampler import Sampler
 from tests.slow import slow

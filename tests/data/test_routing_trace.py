@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.moe import TRACE_FOLDER
+from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.data.routing_trace import (
     MANIFEST,
     RoutingTrace,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.held_out import IndexRanges
 from moefold.data.packed_samples import PackedSamples

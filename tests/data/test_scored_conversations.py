@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.align import AlignConfig
-from moefold.config.data import DataConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.errors import ConfigError
 

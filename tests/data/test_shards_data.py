@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, open_ends_file
 from moefold.data.skip_corrupt import corrupt_files

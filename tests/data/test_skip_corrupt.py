@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.fingerprint import fingerprint
 from moefold.data.skip_corrupt import skipped_files

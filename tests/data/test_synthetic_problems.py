@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.prompts import open_prompts
 from moefold.data.synthetic_problems import TASKS, Problems

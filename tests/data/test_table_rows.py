@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.sources.huggingface import text_tables
 from moefold.data.sources.table_rows import text_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.packed_samples import PackedSamples
 from moefold.data.token_file import TokenFile, read_npy_header, token_files
 from moefold.data.token_stream import TokenFileStream

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.shard_writer import ShardWriter
 from moefold.data.token_file import open_document_ends, token_files

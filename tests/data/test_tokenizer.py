@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.tokenizer import (
     ByteTokenizer,

@@ -9,9 +9,9 @@ import torch
 from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.signals import StopSignals

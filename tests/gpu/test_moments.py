@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.part import make_part
-from moefold.config.train import TrainConfig
+from moefold.config.base.part import make_part
+from moefold.config.sections.train import TrainConfig
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.optim.states import StateStore, named_moments

@@ -5,7 +5,7 @@ The first row of each table is fast, the others are slow.
 
 from typing import Any
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from tests.verify.feature_cases import GATED, GPT_OSS_MODEL, MLA, SCALED
 from tests.verify.recipes import LATENT
 

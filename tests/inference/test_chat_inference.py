@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from moefold.cli.main import main
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from moefold.config.limits import MAX_STEPS
+from moefold.config.base.limits import MAX_STEPS
 from moefold.errors import ConfigError
 from moefold.launch.meet_client import MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import MAX_LINE_BYTES

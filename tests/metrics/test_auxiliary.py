@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.metrics import MetricsConfig
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.writer import AuxiliaryOutputs, MetricsWriter
 from tests.metrics.example import STEP

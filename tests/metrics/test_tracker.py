@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from moefold.config.load import config_from_dict
-from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config, config_to_dict
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.errors import ConfigError, install_command
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
@@ -32,7 +32,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str, spec: ModuleSpec | None)
 
 def test_no_tracker_needs_nothing() -> None:
     code = (
-        "import sys; from moefold.config.metrics import MetricsConfig; import moefold.metrics.writer;"
+        "import sys; from moefold.config.sections.metrics import MetricsConfig; import moefold.metrics.writer;"
         "from moefold.metrics.tracker import check_trackers; check_trackers(MetricsConfig());"
         "sys.exit(any(name in sys.modules for name in ('torch', 'tensorboard', 'wandb', 'rich', 'matplotlib')))"
     )
@@ -57,7 +57,7 @@ def test_a_missing_package_is_a_config_error(
 def test_wandb_without_a_key_is_refused_unless_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     code = (
-        "from moefold.config.metrics import MetricsConfig; from moefold.metrics.tracker import check_trackers;"
+        "from moefold.config.sections.metrics import MetricsConfig; from moefold.metrics.tracker import check_trackers;"
         "check_trackers(MetricsConfig(wandb=True))"
     )
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.metrics import MetricsConfig
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.metrics.writer import MetricsWriter, to_record, truncate_metrics
 from tests.metrics.example import STEP
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from benchmarks.process_group import make_group
 from moefold.comm.collectives import all_gather_uneven, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.loss import PLAIN_SOFTMAX, ChunkOptions, SoftmaxOptions, chunked_token_losses, token_losses
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from moefold.config.align import AlignConfig
-from moefold.config.part import make_part
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.base.part import make_part
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.objectives.policy_loss import PolicyGradientLoss
 from moefold.objectives.preference_loss import PreferenceLoss
 from moefold.objectives.recipe_loss import policy_loss, recipe_loss

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.model.transformer import build_model
 from moefold.model.weight_init import init_weights
 from tests.objectives.example import IDS, example

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from tests.objectives.example import IDS, PAIR_IDS, Example, example, pair_example
 from tests.objectives.losses import policy, preference
 

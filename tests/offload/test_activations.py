@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.saved_memory import measure_saved_bytes
 from moefold.comm.resumable import ResumableTask, run_to_end
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.local_param import local_param
 from moefold.model.transformer import build_model
 from moefold.offload.activations import ActivationOffload

@@ -5,9 +5,9 @@ from torch import nn
 
 from benchmarks.process_group import make_group
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.optim.build import build_optimizer
 from moefold.optim.states import StateStore
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import StateStore
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.optim.states import StateStore, named_moments, set_step_count
 from moefold.parts.optimizer.adamw.module import OffloadableAdamW
 from moefold.verify.distributed_run import run_distributed

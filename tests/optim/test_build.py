@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import make_part
-from moefold.config.train import TrainConfig
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import make_part
+from moefold.config.sections.train import TrainConfig
 from moefold.optim.states import group_by_decay, named_moments, set_learning_rate, set_step_count
 from tests.models import model_of
 from tests.optim.alone import build_alone

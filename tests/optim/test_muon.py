@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.base.part import make_part
 from moefold.config.chosen import chosen
 from moefold.config.model import ModelConfig
-from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.model.transformer import build_model
 from moefold.model.weight_init import init_weights

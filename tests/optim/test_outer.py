@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import StateStore
 from tests.optim.outer_site import SHAPES, Site, assert_residual, assert_same_shard, gradients

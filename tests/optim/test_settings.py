@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.part_registry import built_in_kinds, find_part
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
 from tests.optim.alone import build_alone
 from tests.verify.recipes import tiny

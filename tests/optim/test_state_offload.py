@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from benchmarks.process_group import make_group
-from moefold.config.part import make_part
-from moefold.config.train import TrainConfig
+from moefold.config.base.part import make_part
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore

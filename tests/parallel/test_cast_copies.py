@@ -9,9 +9,9 @@ from torch.optim.adamw import adamw
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.data.dataset import DataRequest
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention

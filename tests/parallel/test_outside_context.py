@@ -10,10 +10,10 @@ from torch import Tensor
 from moefold.cli.plan_outputs import describe_attention
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
+from moefold.config.base.part import make_part
 from moefold.config.groups.context import ContextPart, MicroBatchSetPlan
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.launch.rank_pool import WorkerPool
 from moefold.model.attention import CausalAttention

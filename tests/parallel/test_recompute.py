@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.model.activation_checkpoint import checkpoint_without_output, no_checkpoint

@@ -7,10 +7,10 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.data import DataConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel

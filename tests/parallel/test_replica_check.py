@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.groups import Group
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.data.dataset import DataRequest
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher

@@ -13,8 +13,8 @@ from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_weights, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.data.dataset import DataRequest
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel

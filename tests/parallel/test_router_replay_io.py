@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.collectives import gather_to_first
-from moefold.config.moe import TRACE_FOLDER
 from moefold.config.schema import Config
+from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError

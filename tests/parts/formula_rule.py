@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-from moefold.config.field import VerifyAs
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, Table
+from moefold.config.base.field import VerifyAs
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import Part, Table
 
 BUILTINS = frozenset(
     {"abs", "all", "any", "bool", "dict", "divmod", "enumerate", "float", "frozenset", "int", "isinstance", "len"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import moefold
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part_registry import built_in_kinds, find_part
 
 SOURCE = Path(moefold.__file__).parent
 KINDS = built_in_kinds("dispatcher")

@@ -13,9 +13,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.comm.groups import fake_rank
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part_registry import find_part, groups
+from moefold.config.base.part_registry import find_part, groups
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.convert.weight_sources import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import moefold.parts
-from moefold.config.part_registry import find_part
-from moefold.config.plugins import import_file
+from moefold.config.base.part_registry import find_part
+from moefold.config.base.plugins import import_file
 from tests.parts.formula_rule import FormulaError, formula_reads
 
 HEAD = """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from moefold.config.groups.block import ActivationPart, NormPart
 from moefold.config.groups.lr_schedule import interpolate
-from moefold.config.part import KindOf, part_field
+from moefold.config.base.part import KindOf, part_field
 from moefold.model.norm import RMSNorm
 import moefold.model.norm as norms
 from moefold.parts.attention.gqa.oracle import gates

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefold import api
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.errors import ConfigError
 from moefold.recipe import load_config, load_recipe
 from moefold.verify.compare import compare_records, run_oracle

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import moefold.parts
+from moefold.config.base.part import Part
+from moefold.config.base.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_text
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
-from moefold.config.part import Part
-from moefold.config.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_text
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from tests.models import edit_model, model_of
 
 SMALL = model_of(

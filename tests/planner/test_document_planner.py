@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.data import DataConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config

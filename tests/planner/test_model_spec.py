@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import preset_names
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.planner.foreign_models import foreign_models

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.base.part import make_part
 from moefold.config.groups.context import ContextPart
-from moefold.config.part import make_part
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload

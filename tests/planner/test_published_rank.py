@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.accuracy import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.planner.cost_model.step import CostModel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
 from moefold.cost.site_traffic import site_traffic

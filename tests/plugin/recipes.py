@@ -5,8 +5,8 @@ from pathlib import Path
 
 import moefold_plugin_example
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.recipe import load_config
 
 PACKAGE = Path(moefold_plugin_example.__file__).parent

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.data import DataConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
-from moefold.config.part_registry import find_part
-from moefold.config.run import SETTINGS_FILE
+from moefold.config.base.part import Part
+from moefold.config.base.part_registry import find_part
 from moefold.config.schema import config_to_dict
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import SETTINGS_FILE
 from moefold.data.dataset import ProgramData
 from moefold.launch.rank_pool import WorkerPool
 from moefold.recipe import load_config

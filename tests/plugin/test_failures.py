@@ -7,14 +7,14 @@ from inspect import getattr_static, isfunction
 
 import pytest
 
+from moefold.config.base.part_registry import all_groups, built_in_kinds, find_part
+from moefold.config.base.plugins import class_problems
 from moefold.config.chosen import read_key, with_key
 from moefold.config.groups.attention import AttentionPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
-from moefold.config.part_registry import all_groups, built_in_kinds, find_part
-from moefold.config.plugins import class_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import part_annotations, part_class_problem
 from moefold.errors import ConfigError, RunError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 import torch
 from moefold.config.groups.attention import AttentionPart
-from moefold.config.param_spec import ParamSpec
+from moefold.config.base.param_spec import ParamSpec
 from moefold.model.local_param import local_param
 from moefold_plugin_example.gated_attention import Gated, GatedAttention
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moefold.config import part_registry, plugins
+from moefold.config.base.plugins import MissingPartError
 from moefold.config.key_help import keys_text
 from moefold.config.load import config_from_dict
-from moefold.config.plugins import MissingPartError
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError, RunError

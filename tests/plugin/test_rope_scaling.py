@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.part import describe_part
+from moefold.config.base.part import describe_part
 from moefold.convert.families.families import FAMILIES
 from moefold.convert.families.hf_config import family_unsupported_reason
 from moefold.errors import ConfigError

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moefold.config.part import Part
-from moefold.config.pipeline_actions import find_deadlock
+from moefold.config.base.part import Part
+from moefold.config.base.pipeline_actions import find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.launch.rank_pool import WorkerPool

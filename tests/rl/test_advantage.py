@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.policy import EPS, AdvantagePart
-from moefold.config.part_registry import built_in_kinds
-from moefold.config.rl import RLConfig
+from moefold.config.sections.rl import RLConfig
 from moefold.rl.reward import is_mixed, length_penalty
 
 ADVANTAGES = {

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.prompts import Prompt, has_conversations, open_prompts
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError, RunError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.rl import RLConfig
+from moefold.config.sections.rl import RLConfig
 from moefold.data.prompts import Prompt
 from moefold.data.sample import stack_samples
 from moefold.rl.plateau import Plateau

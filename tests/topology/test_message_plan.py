@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.pipeline_actions import Action, SlotRow
-from moefold.config.train import TrainConfig
+from moefold.config.base.pipeline_actions import Action, SlotRow
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.peak_candidates import StepSchedule
 from moefold.topology.message_plan import (
     CHANNEL_CAPACITY,

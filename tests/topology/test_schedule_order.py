@@ -12,9 +12,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.topology.schedules import schedule_slots, stage_ranks
 from moefold.validate.pipeline import validate_micro_batch_count
 

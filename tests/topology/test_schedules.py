@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from moefold.config.base.part import make_part
+from moefold.config.base.part_registry import built_in_kinds
+from moefold.config.base.pipeline_actions import Action, SlotRow, find_deadlock, find_swapped
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.part_registry import built_in_kinds
-from moefold.config.pipeline_actions import Action, SlotRow, find_deadlock, find_swapped
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.bubble import bubble_s, simulated_bubble_s
 from moefold.topology.schedules import schedule_named, schedule_rows

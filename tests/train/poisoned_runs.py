@@ -9,11 +9,11 @@ import numpy as np
 from torch import nn
 
 from moefold.checkpoint.stored_tensors import differing_tensors
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.run import RunConfig
 from moefold.model.transformer import Embedding
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny

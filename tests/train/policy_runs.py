@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.metrics import MetricsConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

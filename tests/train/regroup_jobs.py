@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import moefold
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.run import RunConfig
 from moefold.errors import RunError
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from tests.e2e.forked import PRELOAD

@@ -10,9 +10,9 @@ import torch
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.stored_tensors import differing_tensors
-from moefold.config.data import DataConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.verify.distributed_run import open_samples
 from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import (

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.site_traffic import recipe_format, site_traffic, wire_format
 from moefold.cost.state_bytes import master_dtype_bytes
 from moefold.host.listen import listen

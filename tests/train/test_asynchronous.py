@@ -20,8 +20,8 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, step_path
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.launch.rank_pool import WorkerError
 from moefold.model.local_param import local_tensor
 from moefold.parallel.batch import Batch

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen
-from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch

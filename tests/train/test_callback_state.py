@@ -16,9 +16,9 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.run_states import Record, RunStates
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
 from moefold.errors import ConfigError
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
+from moefold.config.sections.checkpoint import CheckpointConfig
 from tests.slow import slow
 from tests.train.policy_runs import recipe, records, train_policy, under
 

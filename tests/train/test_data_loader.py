@@ -18,8 +18,8 @@ import torch.distributed as dist
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from moefold.comm.groups import current_world
-from moefold.config.data import DataConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.errors import ConfigError, RunError
 from moefold.train.data_files import resolve_data_files
 from tests.train.tiny_runs import losses, recipe, train_rank

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.limits import MAX_STEPS
+from moefold.config.base.limits import MAX_STEPS
 from moefold.errors import ConfigError
 from moefold.optim.lr_schedule import continuation
 from moefold.recipe import load_config, load_recipe

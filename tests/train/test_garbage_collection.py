@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.data.dataset import DataRequest
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize

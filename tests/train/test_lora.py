@@ -10,10 +10,10 @@ import torch
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.stored_tensors import stored_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.run import RunConfig
 from moefold.convert.weight_sources import load_merged_weights
 from moefold.cost.adapter_spec import adapter_weights, is_adapter
 from moefold.errors import ConfigError

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import moefold
 from moefold.config.groups.policy import ObjectivePart, PolicyTokens
-from moefold.config.rl import RLConfig
+from moefold.config.sections.rl import RLConfig
 from moefold.objectives.recipe_loss import policy_loss
 
 WORDS = (

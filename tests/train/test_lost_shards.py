@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.comm.groups import ParallelGroups
-from moefold.config.data import DataConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.convert.init_from import load_initial_weights
 from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError, RunError

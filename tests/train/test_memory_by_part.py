@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.parallel.memory_tracking import (

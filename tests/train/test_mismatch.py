@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.moe import MoEConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
 from moefold.train.rl.mismatch import mismatch_advice, mismatch_limit
 
 

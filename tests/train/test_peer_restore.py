@@ -15,10 +15,10 @@ from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import without_process_groups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.part import make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.errors import RunError
 from moefold.train.callbacks.callback import Callback
 from moefold.train.signals import StopSignals

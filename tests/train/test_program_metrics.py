@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import moefold
-from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.metrics.definitions import REDUCTIONS
 from tests.docs.extending_page import register
 from tests.train.tiny_runs import recipe

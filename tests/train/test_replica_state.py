@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.data import DataConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

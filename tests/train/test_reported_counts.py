@@ -16,9 +16,9 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.find_checkpoint import complete_checkpoints
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.comm.groups import ParallelGroups
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.dataset import DataRequest
 from moefold.recipe import load_config

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_router_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.stored_tensors import differing_tensors
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.errors import RunError
 from moefold.model.transformer import Embedding
 from moefold.train.signals import StopSignals

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.checkpoint.stored_tensors import differing_tensors
-from moefold.config.part import make_part
-from moefold.config.sites import SitesConfig
+from moefold.config.base.part import make_part
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.rank_pool import WorkerError

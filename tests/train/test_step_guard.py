@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moefold.config.faults import FaultsConfig
+from moefold.config.sections.faults import FaultsConfig
 from moefold.train.step_guard import Mismatch, StepGuard
 
 CALM = {"loss": 2.0, "gradient norm": 1.0, "z loss": 0.1}

@@ -16,8 +16,8 @@ from torch import nn
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.groups import ParallelGroups
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.metrics.step_metrics import REPORT_SLOW_STEPS
 from moefold.model.block import Block
 from moefold.train.signals import StopSignals

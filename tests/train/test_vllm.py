@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moefold.comm.groups import World
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import Completion, Request

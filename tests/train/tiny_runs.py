@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.convert.weight_sources import load_hf_weights
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.ops.kernel_support import check_kernel_device, triton_unsupported_reason
 from moefold.validate.config import check_config

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RolloutConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RolloutConfig
 from moefold.errors import ConfigError
 from moefold.validate.rl import check_fetching_ranks
 

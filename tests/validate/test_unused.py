@@ -5,10 +5,10 @@ import tomllib
 
 import pytest
 
+from moefold.config.base.part_registry import built_in_kinds, groups
 from moefold.config.chosen import part_of_kind, read_key, with_key
 from moefold.config.key_annotations import read_conditions
 from moefold.config.load import config_from_dict
-from moefold.config.part_registry import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from tests.verify.cases import BATCH_8, BATCH_16, PIPELINE_AXES, Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 

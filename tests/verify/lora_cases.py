@@ -1,6 +1,6 @@
 """Low-rank adapters that must equal the oracle: of attention, dense, shared and routed experts, under every axis."""
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from tests.verify.cases import Case, Settings, cases, few
 from tests.verify.phi_cases import PHI
 from tests.verify.recipes import LATENT

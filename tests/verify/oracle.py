@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.data.dataset import ProgramData
 from moefold.launch.rank_pool import WorkerPool
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle

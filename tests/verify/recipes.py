@@ -4,16 +4,16 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.suggestions import part_keys
-from moefold.config.train import TrainConfig
 from moefold.config.upgrade import upgraded
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config

@@ -1,6 +1,6 @@
 """Routers, losses and drop rules, and the mappings that they are tested on."""
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 
 V3 = {
     "ffn.moe.router": "sigmoid",

@@ -2,9 +2,9 @@
 
 from dataclasses import fields, replace
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from tests.verify.cases import Case, Settings, cases, data_parallel, in_one_step
 from tests.verify.feature_cases import LOAN, RECOMPUTE_MODEL, SHARED, TIED, TWO_SAMPLES
 from tests.verify.recipes import LATENT

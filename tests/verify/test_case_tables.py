@@ -3,7 +3,7 @@
 import re
 from itertools import combinations
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 from moefold.config.suggestions import default_of, sections, tables
 from moefold.config.upgrade import flat_settings
 from tests.verify import same_bits_cases

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.config.data import DataConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.data.dataset import DataRequest
 from moefold.model.transformer import Transformer, build_model
 from moefold.model.weight_init import init_weights

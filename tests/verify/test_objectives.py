@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.base.part import make_part
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
-from moefold.config.part import make_part
-from moefold.config.part_registry import built_in_kinds, find_part
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler

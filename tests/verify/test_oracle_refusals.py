@@ -16,20 +16,20 @@ import torch
 import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
-from moefold.config.align import AlignConfig
+from moefold.config.base.field import VerifyAs
+from moefold.config.base.part import Part, make_part, settings_of
+from moefold.config.base.part_registry import built_in_kinds, find_part, groups
 from moefold.config.chosen import chosen, with_key
 from moefold.config.edit import edit_model
-from moefold.config.field import VerifyAs
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.router import ScoreFormula
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.key_annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
-from moefold.config.part import Part, make_part, settings_of
-from moefold.config.part_registry import built_in_kinds, find_part, groups
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.errors import ConfigError, NoFormulaError

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.schema import Config
-from moefold.config.small_sizes import SmallSizes
 from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.data import DataConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.recipe import load_config

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from moefold.bench.shape import BenchPart, BenchRouting
 from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, module_settings

@@ -9,7 +9,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.flops import TRAIN_TO_FORWARD, count_parameters, train_flops_per_token
 from moefold.errors import ConfigError
 

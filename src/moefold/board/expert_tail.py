@@ -7,7 +7,7 @@ from typing import BinaryIO
 import numpy as np
 
 from moefold.bounded_read import open_regular
-from moefold.config.moe import TRACE_FOLDER
+from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.data.routing_trace import MANIFEST, RoutingTrace, TracedStep, TraceShape, step_file
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.expert_balance import COUNTS_FILE, Array, CountsHeader, read_counts_header

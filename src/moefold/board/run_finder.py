@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
-from moefold.config.run import SETTINGS_FILE
+from moefold.config.sections.run import SETTINGS_FILE
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE
 

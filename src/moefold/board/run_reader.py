@@ -21,7 +21,7 @@ from moefold.board.metric_table import MetricTable
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.config.run import SETTINGS_FILE
+from moefold.config.sections.run import SETTINGS_FILE
 from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
 from moefold.host.folder_lock import is_in_use

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 16

@@ -9,11 +9,11 @@ from typing import Any
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import regular_file
+from moefold.config.base.part import keys_of, without_source
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.config.part import keys_of, without_source
-from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.config.part_table import without_outside_parts
 from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
 from moefold.data.input_paths import check_data_file_names

@@ -14,8 +14,8 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.integrity import quick_validate
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import SETTINGS_FILE, RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import SETTINGS_FILE, RunConfig
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples, model_of, model_sizes
-from moefold.config.field import SAME_TENSORS
+from moefold.config.base.field import SAME_TENSORS
+from moefold.config.base.part import keys_of, without_source
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.key_annotations import keys_with
 from moefold.config.model import ModelConfig
-from moefold.config.part import keys_of, without_source
-from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import NONE
 from moefold.config.schema import Config
 from moefold.config.suggestions import part_keys, tables

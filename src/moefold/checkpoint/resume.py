@@ -15,11 +15,11 @@ from moefold.checkpoint.find_checkpoint import (
 )
 from moefold.checkpoint.integrity import gather_errors, quick_validate, validate_files
 from moefold.checkpoint.recipe_differences import SampleOrder, data_order_change, model_differences, sample_order
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
 from moefold.config.suggestions import nearest_numbers
 from moefold.errors import ConfigError
 from moefold.message_text import format_list

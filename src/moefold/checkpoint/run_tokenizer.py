@@ -14,9 +14,9 @@ from typing import Any
 from moefold.bounded_read import have_same_content
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.find_checkpoint import checkpoint_folder
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.run import RunConfig
 from moefold.data.fingerprint import matches_fingerprint
 from moefold.data.hf_tokenizer.tokenizer_folder import (
     TEMPLATE_DIR,

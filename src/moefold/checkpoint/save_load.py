@@ -30,9 +30,9 @@ from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, missing_
 from moefold.checkpoint.writing_job import WritingJob, commit
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
-from moefold.config.part import values_by_key
-from moefold.config.run import SETTINGS_FILE
+from moefold.config.base.part import values_by_key
 from moefold.config.schema import Config, config_to_dict
+from moefold.config.sections.run import SETTINGS_FILE
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
 from moefold.message_text import format_list

@@ -25,7 +25,7 @@ from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.checkpoint.retention import remove_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError

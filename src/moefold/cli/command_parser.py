@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moefold.config.aliases import OPTION_OF, key_hint
+from moefold.config.base.aliases import OPTION_OF, key_hint
 from moefold.errors import EXIT_USER_ERROR, ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import printable
@@ -131,7 +131,7 @@ def add_part_option(parser: CommandParser) -> None:
 
 
 def _part(text: str) -> str:
-    from moefold.config.plugins import import_files
+    from moefold.config.base.plugins import import_files
 
     try:
         import_files(text)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.limits import MAX_RANKS, parse_count
+from moefold.config.base.limits import MAX_RANKS, parse_count
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_escaped(f"moefold: error: {error.__cause__}", file=sys.stderr)
             return EXIT_USER_ERROR if isinstance(error.__cause__, ConfigError) else EXIT_FAILED
         # Report errors of external parts, and out-of-memory errors of any library. Others are bugs of moefold.
-        from moefold.config.part_failures import failure_of_part
+        from moefold.config.base.part_failures import failure_of_part
         from moefold.launch.exit import oom_message
 
         if not (text := failure_of_part(error) or oom_message(error)):

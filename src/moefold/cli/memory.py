@@ -13,9 +13,9 @@ from moefold.cli.screen import Column, numbers, open_console, print_columns, pri
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.layer_sizes import KernelProfile
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE
 from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes

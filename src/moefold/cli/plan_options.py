@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from moefold.cli.plan_table import parse_axes
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.planner.plan_request import PlanOptions, plan_request

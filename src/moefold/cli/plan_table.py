@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 
 from moefold.cli.screen import Column, numbers, print_columns, print_prose
-from moefold.config.limits import parse_count
-from moefold.config.part_registry import built_in_kinds, find_part, kinds
+from moefold.config.base.limits import parse_count
+from moefold.config.base.part_registry import built_in_kinds, find_part, kinds
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts

@@ -15,10 +15,10 @@ from moefold.cli.screen import numbers, open_console, print_columns
 from moefold.cli.timeline_file import check_timeline_file, format_summary, write_timeline
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.convert.run_config import config_of_run
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device

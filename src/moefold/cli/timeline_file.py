@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.pipeline_actions import Action
+from moefold.config.base.pipeline_actions import Action
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Span, Timeline, subtract_spans

@@ -4,9 +4,9 @@ import argparse
 from functools import partial
 
 from moefold.cli.command_parser import OVERRIDES_HELP, CommandParser, recipe_and_overrides, report_on_local_rank0
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import load_recipe

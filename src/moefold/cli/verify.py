@@ -6,20 +6,20 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
-from moefold.config.align import AlignConfig
+from moefold.config.base.part import describe_part, parts_in
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import describe_part, parts_in
-from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.data.dataset import DataRequest
 from moefold.data.validate_source import check_data

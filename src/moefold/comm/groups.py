@@ -27,7 +27,7 @@ from moefold.comm.private_torch import (
     release_mesh_groups,
 )
 from moefold.comm.resumable import BackwardOverlap
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold_mapping

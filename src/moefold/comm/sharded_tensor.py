@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.private_torch import sharded_axes
-from moefold.config.param_spec import shard_rows
+from moefold.config.base.param_spec import shard_rows
 
 
 def local_slice(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

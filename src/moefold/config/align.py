@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.part import KindOf, Part, Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import NO_TILDE, Bound, ReadIf, VerifyAs, at_least
-from moefold.config.part import Table
+from moefold.config.base.field import NO_TILDE, Bound, ReadIf, VerifyAs, at_least
+from moefold.config.base.part import Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from moefold.config.part import Part, Table, make_part, tables_of
-from moefold.config.part_registry import groups
+from moefold.config.base.part import Part, Table, make_part, tables_of
+from moefold.config.base.part_registry import groups
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)

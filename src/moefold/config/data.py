@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import BELOW_ONE, Bound, ReadIf, at_least
+from moefold.config.base.field import BELOW_ONE, Bound, ReadIf, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

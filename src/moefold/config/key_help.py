@@ -11,10 +11,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from moefold.config.aliases import key_hint
+from moefold.config.base.aliases import key_hint
+from moefold.config.base.part import Table, required_settings, settings_of
+from moefold.config.base.part_registry import kind_of
 from moefold.config.method_defaults import LR_KEY, rates_text
-from moefold.config.part import Table, required_settings, settings_of
-from moefold.config.part_registry import kind_of
 from moefold.config.part_table import NONE
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import (

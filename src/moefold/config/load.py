@@ -13,14 +13,15 @@ from typing import Any, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.config.aliases import key_hint, moefold_value
+from moefold.config.base.aliases import key_hint, moefold_value
+from moefold.config.base.limits import is_oversized, value_unsupported_reason
+from moefold.config.base.part import KindOf, Part, Table, tables_of
+from moefold.config.base.part_registry import find_part, kinds_text
+from moefold.config.base.plugins import raise_missing
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.key_annotations import max_magnitude
 from moefold.config.layer_words import counted_layers
-from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
-from moefold.config.part import KindOf, Part, Table, tables_of
-from moefold.config.part_registry import find_part, kinds_text
 from moefold.config.part_table import (
     NONE,
     brief_problem,
@@ -30,7 +31,6 @@ from moefold.config.part_table import (
     resolve_kind_path,
     settings_of_other_kind,
 )
-from moefold.config.plugins import raise_missing
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moefold.config.align import AlignConfig
-from moefold.config.data import DataConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.part_registry import built_in_kinds, class_of, find_part, kinds
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.base.part_registry import built_in_kinds, class_of, find_part, kinds
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 
 LR_KEY = "train.lr"
 METHOD_KEYS = ("data.kind", "align.method", "rl.group_size", "lora.rank", "train.optimizer")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, ReadIf, VerifyAs, at_least
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.field import Bound, ReadIf, VerifyAs, at_least
+from moefold.config.base.part import KindOf, Part, Section
 
 TRACE_FOLDER = "routing"
 """Name of the trace in the run folder."""

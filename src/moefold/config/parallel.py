@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import MaxMagnitude, ReadIf, at_least
+from moefold.config.base.field import MaxMagnitude, ReadIf, at_least
+from moefold.config.base.limits import MAX_RANKS
+from moefold.config.base.part import KindOf, Part, Section
 from moefold.config.layer_words import MAX_LAYERS
-from moefold.config.limits import MAX_RANKS
-from moefold.config.part import KindOf, Part, Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.part_registry import (
+from moefold.config.base.part_registry import (
     built_in_kinds,
     describe_class,
     find_part,
@@ -20,8 +20,8 @@ from moefold.config.part_registry import (
     kinds,
     kinds_with,
 )
-from moefold.config.plugins import origin_of, rebuild
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.plugins import origin_of, rebuild
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.errors import RunError
 from moefold.message_text import Problem
 
@@ -103,7 +103,7 @@ class Part:
         if kind:
             cls.own_kind = kind
         if not cls.__module__.startswith("moefold."):
-            from moefold.config.part_failures import guard_methods
+            from moefold.config.base.part_failures import guard_methods
 
             guard_methods(cls)
 

@@ -16,8 +16,8 @@ from traceback import walk_tb
 from types import CodeType, NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
 
-from moefold.config.part_registry import all_groups, describe_class, is_built_in
-from moefold.config.plugins import origin_of
+from moefold.config.base.part_registry import all_groups, describe_class, is_built_in
+from moefold.config.base.plugins import origin_of
 from moefold.errors import ConfigError, NoFormulaError, RunError
 from moefold.terminal import printable
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moefold.config.aliases import moefold_value
-from moefold.config.plugins import (
+from moefold.config.base.aliases import moefold_value
+from moefold.config.base.plugins import (
     class_problems,
     entry_point_of,
     entry_points_of,

@@ -14,10 +14,10 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.field import Bound, MaxMagnitude
-from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
-from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
-from moefold.config.part_registry import (
+from moefold.config.base.field import Bound, MaxMagnitude
+from moefold.config.base.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
+from moefold.config.base.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
+from moefold.config.base.part_registry import (
     built_in_kinds,
     check_class,
     check_not_shadowed,
@@ -28,7 +28,7 @@ from moefold.config.part_registry import (
     kinds_text,
     missing_experiment,
 )
-from moefold.config.plugins import (
+from moefold.config.base.plugins import (
     ENTRY_POINTS,
     MissingPartError,
     Origin,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moefold.config.limits import non_unicode_reason
+from moefold.config.base.limits import non_unicode_reason
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.terminal import printable

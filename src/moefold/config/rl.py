@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, Bound, ReadIf, at_least
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.field import POSITIVE, Bound, ReadIf, at_least
+from moefold.config.base.part import KindOf, Part, Section
 
 HTTP = ("http://", "https://")
 

@@ -3,7 +3,7 @@
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 
 
 def aux_coefficient(moe: MoEConfig) -> float:

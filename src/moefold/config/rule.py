@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 from moefold.config.schema import Config
 from moefold.message_text import Problem
 

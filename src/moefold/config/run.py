@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import NO_TILDE, SAME_RUN, Bound, MaxMagnitude, VerifyAs, at_least
-from moefold.config.limits import MAX_STEPS
+from moefold.config.base.field import NO_TILDE, SAME_RUN, Bound, MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.limits import MAX_STEPS
 
 SETTINGS_FILE = "config.json"
 """File of a run folder with every key of the run, also next to checkpoints in a remote folder."""

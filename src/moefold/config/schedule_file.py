@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
+from moefold.config.base.pipeline_actions import Action, SlotRow, find_problem, one_per_slot
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_actions import Action, SlotRow, find_problem, one_per_slot
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from moefold.config.pipeline_actions import Action, Slot, SlotRow
+from moefold.config.base.pipeline_actions import Action, Slot, SlotRow
 
 
 class RowBuilder:

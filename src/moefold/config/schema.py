@@ -10,22 +10,22 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from moefold.config.align import AlignConfig
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.field import SAME_RUN, ReadIf, VerifyAs
+from moefold.config.base.field import SAME_RUN, ReadIf, VerifyAs
+from moefold.config.base.part import keys_of
 from moefold.config.groups.context import ContextPart
-from moefold.config.lora import LoraConfig
-from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import keys_of
-from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
-from moefold.config.train import BatchShape, TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import BatchShape, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
-from moefold.config.part import KindOf, Part, Section
+from moefold.config.base.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
+from moefold.config.base.part import KindOf, Part, Section
 
 if TYPE_CHECKING:
     from moefold.config.groups.site_method import SiteMethodPart

@@ -11,9 +11,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
-from moefold.config.part_registry import (
+from moefold.config.base.aliases import is_known_path, key_hint
+from moefold.config.base.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
+from moefold.config.base.part_registry import (
     built_in_kinds,
     find_group,
     find_part,

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.field import NO_TILDE, POSITIVE, Bound, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
+from moefold.config.base.part import KindOf, Part, Section
 from moefold.config.groups.context import ContextPart
-from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
-from moefold.config.part import KindOf, Part, Section
 
 LARGE_LOGITS = 1 << 28
 """Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""

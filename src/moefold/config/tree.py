@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moefold.bounded_read import parse_toml
-from moefold.config.part import as_plain
+from moefold.config.base.part import as_plain
 from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
 from moefold.config.suggestions import annotation_at, group_at, sections
 from moefold.errors import ConfigError

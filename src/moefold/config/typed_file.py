@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError, WrapValidator
 
 from moefold.bounded_read import parse_toml
-from moefold.config.field import Bound
+from moefold.config.base.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 

@@ -16,9 +16,9 @@ from typing import Any
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.checkpoint.find_checkpoint import checkpoint_folder
 from moefold.checkpoint.io_errors import translate_io_errors
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.convert.families.families import FAMILIES
 from moefold.convert.families.family import Family
 from moefold.convert.families.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, is_mtp_tensor, mtp_layer_numbers

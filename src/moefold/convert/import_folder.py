@@ -19,10 +19,10 @@ from moefold.checkpoint.streaming_io import (
     write_manifest_in_parallel,
 )
 from moefold.comm.groups import World, raise_on_all_ranks
+from moefold.config.base.part import keys_of
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.part import keys_of
 from moefold.config.part_table import toml_value
+from moefold.config.sections.moe import MoEConfig
 from moefold.config.upgrade import FORMAT
 from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.families.hf_config import parse_model_config

@@ -23,10 +23,10 @@ from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.comm.groups import World, current_world, errors_on_all_ranks
-from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
-from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig, UpcycleConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.run import RunConfig
 from moefold.convert.families.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.families.known_keys import ALL_KEYS
 from moefold.convert.families.tensor_mapping import Region, Shape

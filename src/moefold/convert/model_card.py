@@ -12,9 +12,9 @@ from typing import Any
 from moefold import __version__
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
+from moefold.config.base.part import without_source
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.model import ModelConfig
-from moefold.config.part import without_source
-from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import build_part, minimal_form, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys

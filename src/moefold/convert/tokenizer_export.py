@@ -18,7 +18,7 @@ from moefold.checkpoint.run_tokenizer import (
     tokenizer_name,
     trained_tokenizer,
 )
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template

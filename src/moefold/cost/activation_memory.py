@@ -14,10 +14,10 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.layer_sizes import KernelProfile, LayerSizes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.train import (
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import (
     CPU_LOSS_TOKENS,
     MAX_COPIED_LOGITS,
     MIN_UPCAST_CHUNK_ROWS,

@@ -9,10 +9,10 @@ rank is never sharded.
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.base.param_spec import ModelPart, ParamSpec
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ModelPart, ParamSpec
+from moefold.config.sections.lora import LoraConfig
 from moefold.cost.layer_spec import model_weights
 
 ADAPTED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "shared_experts", "experts")

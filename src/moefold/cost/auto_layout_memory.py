@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE
+from moefold.config.sections.train import AUTO_RECOMPUTE
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.state_bytes import Unit
 from moefold.cost.unit_state_memory import UnitStateMemory, state_mapping

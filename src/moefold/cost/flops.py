@@ -23,13 +23,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from moefold.config.base.param_spec import ModelPart, ParamSpec
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from moefold.config.base.pipeline_actions import SlotRow
 from moefold.config.layers import Layer
-from moefold.config.pipeline_actions import SlotRow
-from moefold.config.train import MAX_COPIED_LOGITS
+from moefold.config.sections.train import MAX_COPIED_LOGITS
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.saved_tensors import BytesByPart

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
-from moefold.config.field import Bound
+from moefold.config.base.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from moefold.config.cache_pages import page_positions
+from moefold.config.base.kv_page_size import page_positions
 from moefold.config.groups.attention import AttentionCore
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config

@@ -6,9 +6,9 @@ Sharding, counts, FLOPs, state memory, Muon's groups, the planner and conversion
 from dataclasses import replace
 from functools import lru_cache
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.attention import prefixed
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
 
 
 @lru_cache(maxsize=256)

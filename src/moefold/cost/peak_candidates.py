@@ -12,8 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from moefold.config.part import Part
-from moefold.config.pipeline_actions import SlotRow, split_pairs
+from moefold.config.base.part import Part
+from moefold.config.base.pipeline_actions import SlotRow, split_pairs
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.message_plan import live_messages, plan_messages

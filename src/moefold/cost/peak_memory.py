@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from moefold.config.base.part import kind_or_part
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.part import kind_or_part
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm, without_offloaded
 from moefold.cost.activation_memory import ActivationMemory, activation_memory

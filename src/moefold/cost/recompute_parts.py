@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import cache
 
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.model import ModelConfig
-from moefold.config.part_registry import built_in_kinds, find_part
 
 COMMON_PARTS = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe", "layer")
 """Parts of a layer under every attention."""

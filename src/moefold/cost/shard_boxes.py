@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from moefold.config.base.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec, expert_dp_dim, shard_rows
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.stage_balance import plan_stages

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moefold.config.base.param_spec import DataParallelShards, ParamSpec
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.param_spec import DataParallelShards, ParamSpec
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.state_bytes import master_dtype_bytes, trained_names

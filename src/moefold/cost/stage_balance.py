@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from moefold.config.lora import LoraConfig
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights

@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moefold.config.base.param_spec import ModelPart, ParamSpec
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 from moefold.config.groups.router import BalanceScopePart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.topology.pipeline_layout import Stage

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
-from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, Counts, columns_of

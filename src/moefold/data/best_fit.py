@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.bin_packing import pack_best_fit
 from moefold.data.sample import Sample, SampleSource, packed_sample
 from moefold.data.shard_reader import ShardReader

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
-from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.schema import Config
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.held_out import IndexRanges, split_samples
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import Sampler, SplitSampler

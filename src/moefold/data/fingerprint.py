@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import open_regular
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
     SKIPPED,

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import Message
 from moefold.data.conversations.conversation_cache import (
     ConversationReader,

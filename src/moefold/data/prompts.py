@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversations.conversation_format import parse_messages
 from moefold.data.conversations.conversation_tokens import SkippedRows

@@ -18,8 +18,8 @@ import numpy as np
 
 from moefold.bounded_read import read_json
 from moefold.config.model import ModelConfig
-from moefold.config.moe import TRACE_FOLDER
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import TRACE_FOLDER
+from moefold.config.sections.train import TrainConfig
 from moefold.data.shard_reader import ShardReader, TokenArraySpec, map_npy
 from moefold.errors import ConfigError
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
-from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart, fill_template, parse_threshold
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import Message, load_chat_template
 from moefold.data.conversations.conversation_cache import FORMAT_VERSION as TOKENS_VERSION
 from moefold.data.conversations.conversation_cache import (

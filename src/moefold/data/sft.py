@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.bin_packing import pack_best_fit
 from moefold.data.conversations.conversation_cache import TokenizedConversations
 from moefold.data.held_out import hold_out

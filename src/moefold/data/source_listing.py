@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
     ENDS_SUFFIXES,

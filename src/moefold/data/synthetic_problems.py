@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import check_regular_file
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import (
     ENDS_SUFFIX,
     TOKEN_SUFFIXES,

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import TOKEN_SUFFIXES, data_file_path, is_below
 from moefold.data.shard_reader import OutOfVocabError
 from moefold.data.source_listing import named_sources

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, check_enough_tokens, check_no_data_path
 from moefold.data.held_out import split_samples
 from moefold.data.input_paths import data_paths, files_below, is_jsonl

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moefold.config.plugins import import_files
+from moefold.config.base.plugins import import_files
 from moefold.config.schema import Config
 from moefold.data.conversations.chat import ChatTemplate
 from moefold.data.conversations.reward_prompt import override_want

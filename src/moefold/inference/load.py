@@ -9,9 +9,9 @@ import torch
 
 from moefold.checkpoint.save_load import load_weights
 from moefold.comm.groups import ParallelGroups, current_world, errors_on_all_ranks
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
 from moefold.convert.weight_sources import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.host.rank_env import RankEnv

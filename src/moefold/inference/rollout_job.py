@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from moefold.config.data import DataConfig
-from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RewardConfig
 from moefold.data.conversations.reward_prompt import override_want
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.synthetic_problems import Problems

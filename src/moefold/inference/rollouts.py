@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.data import DataConfig
-from moefold.config.rl import RewardConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RewardConfig
 from moefold.data.conversations.chat import end_of_turn_marker, load_chat_template
 from moefold.data.prompts import Prompt, has_conversations
 from moefold.data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 from moefold.bounded_read import MAX_TEXT_BYTES
 from moefold.bounded_read import read_text as read_bounded
 from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatTemplate, load_chat_template
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.input_paths import existing_path

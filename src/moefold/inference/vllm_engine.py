@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from moefold.comm.collectives import broadcast_object
 from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
-from moefold.config.rl import RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.rl import RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.convert.rollout_weights import RolloutWeightWriter
 from moefold.errors import RunError
 from moefold.inference.engine.engine import StopCondition

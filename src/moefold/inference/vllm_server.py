@@ -23,9 +23,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.rl import RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.rl import RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.convert.run_config import read_settings
 from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError, RunError

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.limits import MAX_RANKS
-from moefold.config.lora import LoraConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RolloutConfig
-from moefold.config.run import RunConfig
+from moefold.config.base.limits import MAX_RANKS
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
 from moefold.remote_path import is_remote

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
 from moefold.host.rank_env import RankEnv

@@ -88,7 +88,7 @@ class RankErrorHandler:
     def _handle_exception(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._deregister_and_exit(SIGNAL_STATUS + signal.SIGINT)
-        from moefold.config.part_failures import failure_of_part
+        from moefold.config.base.part_failures import failure_of_part
 
         run_error = _find_run_error(error) or failure_of_part(error)
         if is_collective_error(run_error or error):

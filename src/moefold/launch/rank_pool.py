@@ -229,7 +229,7 @@ def _worker_main(
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        from moefold.config.part_failures import failure_of_part
+        from moefold.config.base.part_failures import failure_of_part
 
         reported = failure_of_part(error) or error
         result = (False, (traceback.format_exc(), reported if type(reported) in (ConfigError, RunError) else None))

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from moefold.bounded_read import open_regular, parse_json
-from moefold.config.moe import TRACE_FOLDER
+from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.data.routing_trace import MANIFEST, RoutingTrace
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE, finite_number, read_steps

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
-from moefold.config.metrics import MetricsConfig
+from moefold.config.sections.metrics import MetricsConfig
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE, NONFINITE, nonfinite_of, read_lines, read_records
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.groups.ffn import FeedForwardFrame
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.train import CPU_LOSS_TOKENS
+from moefold.config.sections.train import CPU_LOSS_TOKENS
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import Fp32OutputLinear, linear
 from moefold.model.local_param import local_param

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.config.lora import LoraConfig
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
+from moefold.config.sections.lora import LoraConfig
 from moefold.cost.adapter_spec import MODULE_NAME, adapted_weights, adapter_names, adapter_pair
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param

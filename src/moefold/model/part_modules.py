@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moefold.config.base.part import checked_build, describe_part
+from moefold.config.base.part_registry import is_built_in
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.block import NormPart
 from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.part import checked_build, describe_part
-from moefold.config.part_registry import is_built_in
 from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
 from moefold.model.moe.layer import LayerOutput

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from moefold.config.base.part import describe_part
 from moefold.config.groups.rope_scaling import RopeSettings
-from moefold.config.part import describe_part
 from moefold.errors import ConfigError
 from moefold.ops.rope import NoRope, Rope, RopeKernel
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from moefold.config.align import AlignConfig
+from moefold.config.base.part_registry import find_group
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.loss import LossPart
-from moefold.config.part_registry import find_group
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.loss_function import LossFunction
 
 if TYPE_CHECKING:

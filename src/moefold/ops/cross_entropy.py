@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moefold.config.train import MAX_COPIED_LOGITS
+from moefold.config.sections.train import MAX_COPIED_LOGITS
 
 
 class RowStatistics(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.private_torch import has_onednn_linear, onednn_linear
-from moefold.config.train import MIN_UPCAST_CHUNK_ROWS, NUM_UPCAST_CHUNKS
+from moefold.config.sections.train import MIN_UPCAST_CHUNK_ROWS, NUM_UPCAST_CHUNKS
 
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from moefold.config.run import RunConfig
+from moefold.config.sections.run import RunConfig
 from moefold.errors import ConfigError, install_command
 from moefold.message_text import Problem, Setting
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from moefold.comm.groups import Group
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import checked_build, describe_part
+from moefold.config.base.part_registry import is_built_in
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import checked_build, describe_part
-from moefold.config.part_registry import is_built_in
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import ConfigError
 from moefold.optim.states import StateStore

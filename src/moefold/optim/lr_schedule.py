@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moefold.config.base.part import keys_of, without_source
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import build_part
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer_round import PendingRound
 from moefold.optim.states import StateStore

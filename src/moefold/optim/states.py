@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.private_torch import zeros_like_shard
-from moefold.config.param_spec import ParamSpec
+from moefold.config.base.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 
 STEP = "step"

@@ -17,7 +17,7 @@ from moefold.comm.collectives import all_gather, differentiable_all_reduce
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import BALANCED, ContextPart, zigzag
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.tp_interface import ContextParallel, SampleShards

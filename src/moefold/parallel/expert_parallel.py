@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
+from moefold.config.base.part import checked_build, make_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.part import checked_build, make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch

@@ -26,9 +26,9 @@ from moefold.comm.private_torch import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
-from moefold.config.parallel import ParallelConfig
-from moefold.config.param_spec import expert_dp_dim, shard_rows
-from moefold.config.run import RunConfig
+from moefold.config.base.param_spec import expert_dp_dim, shard_rows
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
 from moefold.cost.adapter_spec import is_adapter, training_weights
 from moefold.model.block import Block, MTPBlock
 from moefold.model.moe.dispatch.base import ExpertInput

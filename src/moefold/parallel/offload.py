@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.transformer import Transformer
 from moefold.offload.activations import ActivationOffload

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
 from moefold.comm.private_torch import has_forward_hooks
-from moefold.config.cache_pages import PAGE_POSITIONS, page_positions
+from moefold.config.base.kv_page_size import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.kv_cache import CacheKind

@@ -12,9 +12,9 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.local_param import CastCopies
 from moefold.model.loss_function import LossFunction
 from moefold.model.moe.layer import MoELayer

@@ -13,9 +13,9 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
 from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import dispatch_sizes
 from moefold.model.local_param import CastCopies

@@ -15,8 +15,8 @@ from moefold.comm.resumable import Resumable
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch

@@ -10,7 +10,7 @@ from torch import Tensor
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.resumable import BackwardOverlap
-from moefold.config.pipeline_actions import Action, ActionResult, Slot
+from moefold.config.base.pipeline_actions import Action, ActionResult, Slot
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.topology.message_plan import RankPlan, Receive, Release, Send, received
 

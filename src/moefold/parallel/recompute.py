@@ -9,7 +9,7 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE
+from moefold.config.sections.train import AUTO_RECOMPUTE
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.attention import SelfAttention
 from moefold.model.block import Block

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, gather_to_first
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, TracedStep, trace_shape
 from moefold.model.moe.router_replay import ReplayedRouting
 from moefold.parallel.batch import Batch

@@ -28,7 +28,7 @@ from moefold.comm.collectives import (
     ring_reduce_scatter,
 )
 from moefold.comm.groups import Group
-from moefold.config.param_spec import shard_rows
+from moefold.config.base.param_spec import shard_rows
 from moefold.model.attention import TokenMixer
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear

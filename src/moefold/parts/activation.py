@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import POSITIVE
+from moefold.config.base.field import POSITIVE
 from moefold.config.groups.block import ActivationPart
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import POSITIVE, Bound, at_least
+from moefold.config.base.field import POSITIVE, Bound, at_least
 from moefold.config.groups.alignment import (
     AlignmentPart,
     OraclePairs,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import SHARE, MaxMagnitude, at_least
+from moefold.config.base.field import SHARE, MaxMagnitude, at_least
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart, OracleScores, TokenGroup, Tokens
 from moefold.message_text import Problem
 

@@ -9,8 +9,8 @@ from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.indexer import IndexerFormula, IndexerPart
-from moefold.config.param_spec import ParamSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.field import at_least
+from moefold.config.base.field import at_least
 from moefold.config.groups.loss import LossPart, OracleOutput
 
 if TYPE_CHECKING:

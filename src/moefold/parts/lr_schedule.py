@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.field import MaxMagnitude, at_least
+from moefold.config.base.field import MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_STEPS
 from moefold.config.groups.lr_schedule import DecayPart, LrSchedulePart, interpolate, progress
-from moefold.config.limits import MAX_STEPS
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.run import RunConfig
-    from moefold.config.train import TrainConfig
+    from moefold.config.sections.run import RunConfig
+    from moefold.config.sections.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.block import NormPart
-from moefold.config.param_spec import ParamSpec
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

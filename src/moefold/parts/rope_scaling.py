@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import POSITIVE, at_least
+from moefold.config.base.field import POSITIVE, at_least
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.rope_scaling import (
     ContextScaling,
     FactorScaling,
@@ -13,7 +14,6 @@ from moefold.config.groups.rope_scaling import (
     RopeScalingPart,
     unscaled_frequencies,
 )
-from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from moefold.config.base.part import KindOf, part_field
 from moefold.config.groups.router import (
     ChoiceInputs,
     ChoicePart,
@@ -13,7 +14,6 @@ from moefold.config.groups.router import (
     SeparateScorePart,
     Softmax,
 )
-from moefold.config.part import KindOf, part_field
 
 if TYPE_CHECKING:
     from torch import Tensor

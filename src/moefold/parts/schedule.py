@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from moefold.config.base.pipeline_actions import SlotRow
+from moefold.config.base.schedule_row_builder import RowBuilder
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_actions import SlotRow
 from moefold.config.schedule_file import read_schedule
-from moefold.config.schedule_row_builder import RowBuilder
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
-    from moefold.config.parallel import ParallelConfig
+    from moefold.config.sections.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

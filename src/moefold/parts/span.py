@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.attention import SpanPart
-from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

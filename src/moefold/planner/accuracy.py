@@ -22,8 +22,8 @@ from statistics import median
 from zlib import crc32
 
 from moefold.bounded_read import MAX_TABLE_BYTES, read_bytes
+from moefold.config.base.part_registry import find_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part_registry import find_part
 from moefold.cost.hardware import BLACKWELL, GRACE_BLACKWELL, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from moefold.config.base.part import kind_or_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import kind_or_part
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE
+from moefold.config.sections.train import AUTO_RECOMPUTE
 from moefold.cost.hardware import DetectedMachine, Device, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import (

@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
-from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.config.part_table import minimal_form, toml_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections

@@ -11,13 +11,13 @@ from functools import cached_property, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part_registry import find_part
 from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part_registry import find_part
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from moefold.config.base.part import Part, kind_or_part, make_part, values_by_key
 from moefold.config.chosen import chosen_in, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, kind_or_part, make_part, values_by_key
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"

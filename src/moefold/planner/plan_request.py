@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from moefold.config.base.limits import check_at_most
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.key_annotations import max_integer
-from moefold.config.limits import check_at_most
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

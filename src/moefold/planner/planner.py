@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moefold.config.base.part import Part
+from moefold.config.base.part_registry import kinds_with
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
-from moefold.config.part_registry import kinds_with
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.tree import parsed_value
 from moefold.cost.hardware import Device, SiteLink, device_names, load_device
 from moefold.errors import ConfigError

@@ -21,10 +21,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, cast
 
+from moefold.config.base.part import Part
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.config.part import Part
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
 from moefold.cost.site_traffic import num_trained, recipe_format, site_traffic
 from moefold.cost.state_bytes import master_dtype_bytes

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 from moefold.config.schema import Config
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk, chunk_of

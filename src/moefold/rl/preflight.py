@@ -1,9 +1,9 @@
 """Checks of the prompts and the reward function of reinforcement learning, before ranks start."""
 
-from moefold.config.data import DataConfig
-from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RolloutConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError

@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.limits import MAX_NUMBER
-from moefold.config.rl import RewardConfig
+from moefold.config.base.limits import MAX_NUMBER
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.rl import RewardConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.message_text import Problem, Setting

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.policy import AdvantagePart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.bin_packing import pack_best_fit
 from moefold.data.prompts import Prompt
 from moefold.data.sample import Sample, SampleBatch, stack_samples

@@ -5,8 +5,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 
 PROBED_ROUNDS = 10
 """Rounds from one comparison of the routing to the next."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, log, prod
 
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 

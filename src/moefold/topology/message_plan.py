@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moefold.config.pipeline_actions import Action, ActionResult, Slot, SlotRow
+from moefold.config.base.pipeline_actions import Action, ActionResult, Slot, SlotRow
 
 CHANNEL_CAPACITY = 2
 """Messages from one stage to the next that may wait there. A schedule that would deadlock may have more."""

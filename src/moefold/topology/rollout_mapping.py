@@ -5,10 +5,10 @@ It has the ranks of training, or `rollout.ranks` separate ranks, which follow th
 
 from dataclasses import replace
 
-from moefold.config.lora import LoraConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
 from moefold.message_text import Setting
 
 FETCH = Setting("rollout.experts", "fetch")

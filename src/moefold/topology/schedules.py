@@ -3,14 +3,14 @@
 from dataclasses import fields
 from functools import cache, lru_cache
 
+from moefold.config.base.part import Part, describe_part
+from moefold.config.base.part_registry import built_in_kinds, find_part, is_built_in
+from moefold.config.base.pipeline_actions import SlotRow, find_problem, find_undeclared, split_pairs
 from moefold.config.chosen import as_part, chosen_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, describe_part
-from moefold.config.part_registry import built_in_kinds, find_part, is_built_in
-from moefold.config.pipeline_actions import SlotRow, find_problem, find_undeclared, split_pairs
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE: str = next(str(key.default) for key in fields(ParallelConfig) if key.name == "schedule")

@@ -9,8 +9,8 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError
 from moefold.parallel.parallel_model import ParallelModel

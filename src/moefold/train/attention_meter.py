@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.attention import SelfAttention
 from moefold.parallel.parallel_model import ParallelModel
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.config.train import BatchShape
+from moefold.config.sections.train import BatchShape
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 from moefold.topology.token_placement import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
-from moefold.config.train import BatchShape
+from moefold.config.sections.train import BatchShape
 from moefold.data.sample import SampleBatch
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError

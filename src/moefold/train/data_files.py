@@ -12,7 +12,7 @@ from moefold.checkpoint.recipe_differences import (
     with_recipe_file_names,
 )
 from moefold.comm.groups import World, current_world
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import corrupt_files

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moefold.config.data import DataConfig
-from moefold.config.limits import MAX_STEPS
-from moefold.config.rl import RLConfig
+from moefold.config.base.limits import MAX_STEPS
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RLConfig
 from moefold.data.dataset import DataRequest
 from moefold.data.sampler import StridedSampler
 from moefold.data.tokenizer import load_tokenizer

@@ -6,17 +6,17 @@ Each raises ConfigError for the first fault that it finds.
 import tempfile
 from pathlib import Path
 
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import TRACE_FOLDER, MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.sections.moe import TRACE_FOLDER, MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTrace, trace_shape

@@ -14,9 +14,9 @@ from moefold.comm.groups import ParallelGroups, fake_rank, sharded_bytes
 from moefold.config.chosen import chosen, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.state_bytes import StateBytes, exchange_sizes
 from moefold.data.dataset import DataRequest

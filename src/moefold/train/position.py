@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
 
 
 @dataclass

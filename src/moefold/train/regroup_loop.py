@@ -22,9 +22,9 @@ from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
 from moefold.comm.private_torch import drain_backward_queue, forget_process_groups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.run import RunConfig
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group

@@ -9,9 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.config.align import AlignConfig
-from moefold.config.data import DataConfig
-from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import (
     LR_KEY,
     METHOD_KEYS,
@@ -21,9 +18,12 @@ from moefold.config.method_defaults import (
     method_of,
     method_settings,
 )
-from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 
 CHUNK_KEY = "train.loss_chunk"
 

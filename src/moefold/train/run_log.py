@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from moefold.checkpoint.resume import Resume
-from moefold.config.moe import TRACE_FOLDER
-from moefold.config.run import SETTINGS_FILE
 from moefold.config.schema import Config, config_to_dict, write_config_json
+from moefold.config.sections.moe import TRACE_FOLDER
+from moefold.config.sections.run import SETTINGS_FILE
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError
 from moefold.message_text import Problem

@@ -7,20 +7,20 @@ from signal import Signals
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.find_checkpoint import BEST_NAME, best_of, checkpoint_folder, complete_checkpoints, step_of
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.base.part import parts_in
+from moefold.config.base.plugins import origin_of
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import parts_in
-from moefold.config.plugins import origin_of
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import SampleCatalog

@@ -14,10 +14,10 @@ from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.checkpoint.recipe_differences import data_order_change, sample_order
 from moefold.checkpoint.resume import check_compatible, find_resume
 from moefold.checkpoint.run_tokenizer import check_run_tokenizer
-from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import NEEDS_PROGRAM, DataRequest
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError

@@ -8,9 +8,9 @@ from typing import Any
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, named_checkpoints
 from moefold.checkpoint.integrity import quick_validate
 from moefold.comm.groups import current_world
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.run import RunConfig
 from moefold.data.sampler import SampleCatalog
 from moefold.errors import RunError
 from moefold.message_text import format_list

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from moefold.config.faults import FaultsConfig
+from moefold.config.sections.faults import FaultsConfig
 
 FaultAction = Literal["update", "log", "skip", "rollback", "stop"]
 

@@ -13,8 +13,8 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.metrics.step_metrics import (
     COMM,
     COMPUTE,

@@ -14,10 +14,10 @@ from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_check
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.private_torch import without_process_groups
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.run import RunConfig
 from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.lora import LoraConfig
+from moefold.config.base.part import describe_part
 from moefold.config.model import ModelConfig
-from moefold.config.part import describe_part
 from moefold.config.part_table import shown_value
-from moefold.config.rl import RLConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.suggestions import nearest_multiples
-from moefold.config.train import TrainConfig
 from moefold.message_text import Problem
 
 

@@ -10,11 +10,11 @@ without effect in `unused.py`.
 from collections.abc import Iterator
 from typing import Any
 
+from moefold.config.base.part import Part, describe_part
 from moefold.config.chosen import chosen_parts, tables_in
 from moefold.config.key_annotations import range_problems
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, describe_part
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, part_class_problem, wrong_kind

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 

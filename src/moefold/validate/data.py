@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
+from moefold.config.sections.data import DataConfig
 from moefold.message_text import Problem
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")

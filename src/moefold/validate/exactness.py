@@ -6,21 +6,21 @@ sampled tokens from the same weights: the ratio of policy to sampler is 1.
 
 from collections.abc import Iterator
 
-from moefold.config.cache_pages import PAGE_POSITIONS
+from moefold.config.base.kv_page_size import PAGE_POSITIONS
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.suggestions import nearest_multiples
-from moefold.config.train import TrainConfig
 from moefold.topology.rollout_mapping import rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384

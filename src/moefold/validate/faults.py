@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
-from moefold.config.faults import FaultsConfig
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.message_text import Problem
 
 

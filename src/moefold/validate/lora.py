@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from moefold.config.aliases import MATRIX_OF
+from moefold.config.base.aliases import MATRIX_OF
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
 from moefold.message_text import Problem, Setting
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory

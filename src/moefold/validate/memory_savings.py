@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError

@@ -10,8 +10,8 @@ from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting

@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
+from moefold.config.base.limits import MAX_MICRO_BATCHES
+from moefold.config.base.param_spec import shard_rows
+from moefold.config.base.part import describe_part
+from moefold.config.base.part_registry import is_built_in, kinds_with
+from moefold.config.base.pipeline_actions import find_deadlock
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.drop import DropScopePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.param_spec import shard_rows
-from moefold.config.part import describe_part
-from moefold.config.part_registry import is_built_in, kinds_with
-from moefold.config.pipeline_actions import find_deadlock
-from moefold.config.rl import RLConfig
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
-from moefold.config.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.stage_balance import plan_stages, with_explicit_layout
 from moefold.message_text import Problem, Setting
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches

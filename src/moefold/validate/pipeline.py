@@ -3,19 +3,19 @@
 from collections.abc import Iterator, Sequence
 from math import gcd
 
+from moefold.config.base.part import describe_part
+from moefold.config.base.part_registry import is_built_in
+from moefold.config.base.pipeline_actions import SlotRow, find_swapped
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import describe_part
-from moefold.config.part_registry import is_built_in
-from moefold.config.pipeline_actions import SlotRow, find_swapped
 from moefold.config.routing import depends_on_data_parallel_size
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.suggestions import nearest_numbers
-from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 from moefold.topology.pipeline_layout import parse_layout, validate_layout

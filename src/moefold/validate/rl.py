@@ -2,21 +2,21 @@
 
 from collections.abc import Iterator
 
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.base.limits import MAX_NUMBER
+from moefold.config.base.part_registry import kinds_with
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
 from moefold.config.groups.policy import CorrectionPart, ObjectivePart
 from moefold.config.groups.router import ChoicePart
-from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part_registry import kinds_with
-from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers
-from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 from moefold.topology.layout import divisors, fold_mapping

@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator
 
-from moefold.config.align import AlignConfig
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.base.part_registry import find_part, kinds
 from moefold.config.chosen import chosen_in
-from moefold.config.faults import FaultsConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part_registry import find_part, kinds
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.message_text import Problem
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap

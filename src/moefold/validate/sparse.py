@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.message_text import Problem, Setting
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts

@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator
 
-from moefold.config.align import AlignConfig
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
-from moefold.config.data import DataConfig
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, is_remote
 from moefold.validate.checkpoint import validate_keep_best, validate_resume, validate_upcycling

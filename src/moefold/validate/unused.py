@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from moefold.config.base.field import ReadIf
+from moefold.config.base.part import Part, Table, default_of_field, settings_of
 from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
-from moefold.config.field import ReadIf
 from moefold.config.key_annotations import read_conditions
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
 from moefold.config.rule import apply_rule

@@ -11,9 +11,9 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.loss import OracleLoss
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sampler import Sampler
 from moefold.message_text import format_list

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Never, NoReturn
 
+from moefold.config.base.part import Part, describe_part, parts_in
+from moefold.config.base.part_registry import is_built_in
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, describe_part, parts_in
-from moefold.config.part_registry import is_built_in
 from moefold.errors import NoFormulaError
 from moefold.message_text import format_list
 

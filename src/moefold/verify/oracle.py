@@ -15,8 +15,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from moefold.config.base.field import VerifyAs
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.chosen import chosen, chosen_in, read_key
-from moefold.config.field import VerifyAs
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
@@ -24,11 +25,10 @@ from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.key_annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.message_text import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.config.groups.rope_scaling import RopeFormula
 from moefold.config.model import ModelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.verify.no_formula import formula_of, unknown_kind
 from moefold.verify.oracle_lora import ModuleWeights
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from moefold.config.lora import LoraConfig
+from moefold.config.sections.lora import LoraConfig
 
 
 class AdaptedWeights(Mapping[str, Tensor]):

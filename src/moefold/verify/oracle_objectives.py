@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moefold.config.base.part import Part
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
 from moefold.config.groups.loss import OracleLoss, OracleOutput
 from moefold.config.groups.policy import CorrectionFormula, OracleToken
-from moefold.config.part import Part
 from moefold.model.loss_function import LossFunction
 from moefold.objectives.policy_loss import PolicyGradientLoss
 from moefold.objectives.preference_loss import PreferenceLoss

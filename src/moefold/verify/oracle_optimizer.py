@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.param_spec import ParamSpec
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.verify.no_formula import formula_of
 
 

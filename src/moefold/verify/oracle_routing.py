@@ -17,8 +17,8 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.drop import DropPart, DropScopePart, QueueEntry
 from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, OracleScores, ScoreFormula
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import RunConfig
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.no_formula import formula_of
 

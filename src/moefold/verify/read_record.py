@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 
 T = TypeVar("T")
 

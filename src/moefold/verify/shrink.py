@@ -6,22 +6,22 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
-from moefold.config.align import AlignConfig
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.chosen import chosen_in, chosen_parts, with_part
-from moefold.config.data import DataConfig
 from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import spell_layers
 from moefold.config.layers import Layer
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
-from moefold.config.small_sizes import SmallSizes
-from moefold.config.train import TrainConfig
+from moefold.config.sections.align import AlignConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_weights
 from moefold.topology.layout import DEGREES, divisors
 from moefold.topology.pipeline_layout import format_layout, parse_layout

@@ -10,7 +10,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.shared_memory import open_shared_memory
-from moefold.config.rl import RolloutConfig
+from moefold.config.sections.rl import RolloutConfig
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import load_model

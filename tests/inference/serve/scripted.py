@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.tokenizer import ByteTokenizer, Tokenizer
 from moefold.inference.engine.engine import NewToken
 from moefold.inference.engine.requests import PromptScore, Request

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import FusedRouting, Router
 

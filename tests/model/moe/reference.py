@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 
 Weights = dict[str, Tensor]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from tests.model.moe.layers import moe_router
 from tests.models import model_of

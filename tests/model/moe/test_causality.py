@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns

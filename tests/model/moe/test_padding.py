@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.base.part import make_part
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.part import make_part
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe import losses as losses_module
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.losses import RouterStats

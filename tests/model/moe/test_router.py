@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from tests.model.moe.layers import moe_router

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router_replay import ReplayedRouting

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.parts.router_softmax.sparsemixer.module import mixer_weights, sample_experts

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.model.moe.token_drop import CapacityPolicy, keep_within_capacity
 from moefold.model.moe.token_group import MicroBatchGroup
 

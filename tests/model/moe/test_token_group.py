@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.model.moe.dispatch import ShardedMicroBatch
 from moefold.model.moe.token_drop import CapacityPolicy
 from moefold.model.moe.token_group import MicroBatchGroup

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts

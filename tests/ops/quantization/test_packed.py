@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.ops.quantization.formats import (
     WIRE_QUANT_FORMAT,
     dequantize,

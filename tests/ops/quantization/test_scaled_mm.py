@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.run import RunConfig
+from moefold.config.sections.run import RunConfig
 from moefold.ops.expert_ops import GatheredRows
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, round_to_e2m1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
 from moefold.model.moe.router import fused_router_unsupported_reason
 from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.attention_load import attention_peers
 from moefold.planner.cost_model.collective import RankGroup, exchange_s

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.base.part import make_part
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.part import make_part
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.parts.optimizer.adamw.part import BF16_MOMENTS_BYTES_PER_PARAM, BYTES_PER_PARAM
 from moefold.parts.optimizer.muon.part import BYTES_PER_PARAM as MUON_BYTES_PER_PARAM

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s

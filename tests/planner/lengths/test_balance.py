@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.planner.cost_model.attention_load import AttentionPeers
 from moefold.planner.lengths.balance import DocumentLoads, plan_loads
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution

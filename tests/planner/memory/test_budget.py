@@ -5,12 +5,12 @@ from itertools import product
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
-from moefold.config.part_registry import find_part
-from moefold.config.run import RunConfig
+from moefold.config.base.part import make_part
+from moefold.config.base.part_registry import find_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
+from moefold.config.base.part import make_part
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import model_spec_from_config

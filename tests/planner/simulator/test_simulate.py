@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import Noise, StageSegments, StepTail, simulate

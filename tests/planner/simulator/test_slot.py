@@ -2,10 +2,10 @@
 
 import pytest
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, make_part
+from moefold.config.base.part import Part, make_part
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.parts.schedule import CsvSchedule
 from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.validate.pipeline import validate_micro_batch_count

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import VerifyAs, at_least
+from moefold.config.base.field import VerifyAs, at_least
+from moefold.config.base.part import UnusedKeys
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.config.part import UnusedKeys
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
-    from moefold.config.sites import SitesConfig
+    from moefold.config.sections.sites import SitesConfig
     from moefold.optim.outer import OuterOptimizer
     from moefold.planner.sites import SiteCost
 

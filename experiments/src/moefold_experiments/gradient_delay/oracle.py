@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.config.param_spec import ParamSpec
+from moefold.config.base.param_spec import ParamSpec
 
 Change = Tensor | Callable[[float], Tensor]
 

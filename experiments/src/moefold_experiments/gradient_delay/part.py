@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import at_least
+from moefold.config.base.field import at_least
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
-from moefold.config.param_spec import ParamSpec
 from moefold.config.rule import apply_rule
 from moefold.message_text import Problem
 from moefold.parts.optimizer.adamw.part import AdamW

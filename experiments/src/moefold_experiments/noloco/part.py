@@ -8,7 +8,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.sites import SitesConfig
+    from moefold.config.sections.sites import SitesConfig
     from moefold.optim.outer import OuterOptimizer
 
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from moefold.config.field import Bound, VerifyAs
+from moefold.config.base.field import Bound, VerifyAs
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from moefold.config.sites import SitesConfig
+    from moefold.config.sections.sites import SitesConfig
     from moefold.cost.site_traffic import CodedSize
     from moefold_experiments.sparseloco.module import SparseCode
 

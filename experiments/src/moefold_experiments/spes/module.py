@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.site_links import ExchangeResult
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector, mix

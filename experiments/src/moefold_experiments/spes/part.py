@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from moefold.config.field import ZERO_TO_ONE, VerifyAs, at_least
+from moefold.config.base.field import ZERO_TO_ONE, VerifyAs, at_least
 from moefold.config.groups.site_method import SiteMethodPart
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moefold.config.lora import LoraConfig
+from moefold.config.base.param_spec import expert_dp_dim
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.param_spec import expert_dp_dim
 from moefold.config.schema import Config
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.message_text import Problem
 from moefold_experiments.spes.part import NUM_SIMILAR

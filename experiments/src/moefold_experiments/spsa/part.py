@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import POSITIVE, at_least
+from moefold.config.base.field import POSITIVE, at_least
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import UnusedKeys
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart, StateSpec
 from moefold.config.method_defaults import MethodRates
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import UnusedKeys
 from moefold.config.rule import apply_rule
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.message_text import Problem
 
 

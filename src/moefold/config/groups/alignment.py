@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.field import Bound
-from moefold.config.part import Part, UnusedKeys
-from moefold.config.part_registry import kinds_with
+from moefold.config.base.field import Bound
+from moefold.config.base.part import Part, UnusedKeys
+from moefold.config.base.part_registry import kinds_with
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.data import DataConfig
     from moefold.config.model import ModelConfig
+    from moefold.config.sections.data import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from moefold.config.field import POSITIVE, MaxMagnitude, at_least
+from moefold.config.base.field import POSITIVE, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import Distribution, ParamSpec
+from moefold.config.base.part import KindOf, Part, Table, make_part
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.indexer import IndexerPart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import Distribution, ParamSpec
-from moefold.config.part import KindOf, Part, Table, make_part
-from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor

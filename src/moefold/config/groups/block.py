@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.field import POSITIVE
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part
+from moefold.config.base.field import POSITIVE
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from moefold.config.field import Bound, MaxMagnitude, at_least
-from moefold.config.limits import MAX_SAMPLE_TOKENS
-from moefold.config.part import Part
+from moefold.config.base.field import Bound, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS
+from moefold.config.base.part import Part
 
 BALANCED = "balanced"
 TokenPlacement = Literal["samples", "documents", "balanced"]

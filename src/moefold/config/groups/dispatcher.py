@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from moefold.config.base.part import Part
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part
 from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.train import TrainConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
+    from moefold.config.sections.train import TrainConfig
 
 HOPPER_CAPABILITY = (9, 0)
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moefold.config.model import ModelConfig
-    from moefold.config.moe import MoEConfig
+    from moefold.config.sections.moe import MoEConfig
 
 QueueEntry = tuple[float, int, tuple[int, int, int]]
 """Routed token of an expert: probability, index of the token in the micro-batch; sample, position and choice."""

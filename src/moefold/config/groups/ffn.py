@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
-from moefold.config.field import SAME_TENSORS, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.field import SAME_TENSORS, MaxMagnitude, ReadIf, VerifyAs, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ModelPart, ParamSpec
+from moefold.config.base.part import KindOf, Part, Table, part_field
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.router import RouterScorePart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import KindOf, Part, Table, part_field
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
     from moefold.config.groups.layer_sizes import LayerSizes
-    from moefold.config.moe import MoEConfig
+    from moefold.config.sections.moe import MoEConfig
 
 
 class ChosenExperts(Protocol):

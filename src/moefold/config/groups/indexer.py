@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import MaxMagnitude, at_least
-from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.field import MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import Part
+from moefold.config.base.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moefold.config.groups.block import NormPart, ResidualPart
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

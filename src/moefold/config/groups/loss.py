@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moefold.config.part import Part
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

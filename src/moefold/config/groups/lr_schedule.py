@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
-from moefold.config.field import at_least
-from moefold.config.part import Part
-from moefold.config.small_sizes import SmallSizes
+from moefold.config.base.field import at_least
+from moefold.config.base.part import Part
+from moefold.config.base.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)

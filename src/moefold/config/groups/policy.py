@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import POSITIVE, SHARE, Bound, at_least
-from moefold.config.part import Part
+from moefold.config.base.field import POSITIVE, SHARE, Bound, at_least
+from moefold.config.base.part import Part
 
 if TYPE_CHECKING:
     import numpy as np

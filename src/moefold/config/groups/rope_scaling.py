@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.field import Bound, at_least
-from moefold.config.part import KindOf, Part, Table, part_field
+from moefold.config.base.field import Bound, at_least
+from moefold.config.base.part import KindOf, Part, Table, part_field
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

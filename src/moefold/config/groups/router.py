@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from moefold.config.field import POSITIVE, MaxMagnitude, at_least
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.part import Part, UnusedKeys
+from moefold.config.base.field import POSITIVE, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.part import Part, UnusedKeys
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from moefold.config.part import Part
-from moefold.config.pipeline_actions import SlotRow
+from moefold.config.base.part import Part
+from moefold.config.base.pipeline_actions import SlotRow
 
 
 @dataclass(frozen=True, kw_only=True)

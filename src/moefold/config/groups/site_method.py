@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from moefold.config.part import Part, missing_method
+from moefold.config.base.part import Part, missing_method
 
 if TYPE_CHECKING:
     import torch

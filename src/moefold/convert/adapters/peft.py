@@ -18,9 +18,9 @@ from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World, raise_on_all_ranks
-from moefold.config.lora import LoraConfig
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
+from moefold.config.sections.lora import LoraConfig
 from moefold.convert.adapters.peft_config import (
     CONFIG_FILE,
     CONSTANT_KEYS,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
 from moefold.convert.families.family import Family
 from moefold.convert.families.tensor_mapping import Shape, SliceMapping, StateDictMapping
 from moefold.convert.weight_sources import family_mapping

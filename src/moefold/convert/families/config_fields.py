@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
+from moefold.config.base.part import Part
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part
 from moefold.config.part_table import NONE
 from moefold.config.suggestions import default_of, tables
 from moefold.convert.families.known_keys import Json, mark_read, plain

@@ -9,10 +9,10 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.checkpoint.recipe_differences import model_differences
+from moefold.config.base.part import describe_part, parts_in
+from moefold.config.base.part_registry import is_built_in
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import describe_part, parts_in
-from moefold.config.part_registry import is_built_in
 from moefold.config.suggestions import closest_match
 from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.families.family import Family, MultimodalFolder

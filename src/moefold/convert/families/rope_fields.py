@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from moefold.config.base.part import default_of_field, describe_part, settings_of
+from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.model import ModelConfig
-from moefold.config.part import default_of_field, describe_part, settings_of
-from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.convert.families.config_fields import REQUIRED, Renamed, is_int, setting_of
 from moefold.convert.families.known_keys import Json, mark_read
 from moefold.errors import ConfigError

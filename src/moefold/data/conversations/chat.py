@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.conversation_format import check_roles, join_parts
 from moefold.data.conversations.reward_prompt import RewardPrompt
 from moefold.data.hf_tokenizer.limited_process import LimitedProcess, ProcessEndedError

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversations.conversation_format import parse_conversation
 from moefold.data.conversations.conversation_tokens import (

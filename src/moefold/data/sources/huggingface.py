@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, table_suffix
 from moefold.data.sources.file_formats import unknown_column_message
 from moefold.data.sources.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.rl import RolloutConfig
+from moefold.config.sections.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
 from moefold.errors import ConfigError
 from moefold.inference.sampling import SamplingParams

@@ -10,7 +10,7 @@ from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.gradient_paths import without_base
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart
-from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.gradient_paths import attach_aux_loss
 from moefold.model.moe.router import RoutingDecision
 from moefold.model.moe.token_group import TokenPositions

@@ -16,7 +16,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoiceInputs, ChoicePart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
 from moefold.model.moe.router_replay import RouterOverride

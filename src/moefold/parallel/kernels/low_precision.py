@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.cost.state_bytes import caches_quantized_weights
 from moefold.ops.autotune import Autotuner
 from moefold.ops.kernel_support import triton_unsupported_reason

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.model.attention import CausalAttention, SelfAttention

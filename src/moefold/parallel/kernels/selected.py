@@ -9,9 +9,9 @@ import torch
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
 from moefold.model.kernels import Kernels, RoutingKernel
 from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 from moefold.ops.autotune import Autotuner

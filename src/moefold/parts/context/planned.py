@@ -5,17 +5,17 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Self, get_args
 
+from moefold.config.base.part import UnusedKeys
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, MicroBatchSetPlan, TokenPlacement
-from moefold.config.part import UnusedKeys
-from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.data import DataConfig
     from moefold.config.model import ModelConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.rl import RLConfig
-    from moefold.config.train import TrainConfig
+    from moefold.config.sections.data import DataConfig
+    from moefold.config.sections.parallel import ParallelConfig
+    from moefold.config.sections.rl import RLConfig
+    from moefold.config.sections.train import TrainConfig
 
 MAX_SMALL_BLOCK = 2
 """Maximum tokens of a block in a small recipe, whose documents have few tokens."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.part import Part
-from moefold.config.pipeline_actions import ActionResult, Slot, execute_order
+from moefold.config.base.part import Part
+from moefold.config.base.pipeline_actions import ActionResult, Slot, execute_order
 from moefold.topology.schedules import schedule_named, schedule_rows
 
 

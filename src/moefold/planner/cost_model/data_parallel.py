@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.part import Part
 from moefold.config.groups.optimizer import StateSpec
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.memoised import all_arguments, memoised

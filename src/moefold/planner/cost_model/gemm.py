@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Literal
 
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.sections.run import RunConfig
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.param_spec import shard_rows
-from moefold.config.part import Part
+from moefold.config.base.param_spec import shard_rows
+from moefold.config.base.part import Part
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.recompute_parts import containing_part, recompute_parts

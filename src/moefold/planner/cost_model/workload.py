@@ -14,9 +14,9 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

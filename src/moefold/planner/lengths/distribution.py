@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from moefold.bounded_read import MAX_TABLE_BYTES, read_text
-from moefold.config.field import Bound
+from moefold.config.base.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError

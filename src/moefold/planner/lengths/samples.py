@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moefold.config.data import DataConfig
-from moefold.config.rl import RLConfig
+from moefold.config.sections.data import DataConfig
+from moefold.config.sections.rl import RLConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 from moefold.planner.lengths.distribution import LengthDistribution, Lengths, load_distribution

@@ -12,7 +12,7 @@ from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
     activation_table,

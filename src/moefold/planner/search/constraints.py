@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from moefold.config.base.part import Part, kind_or_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.key_annotations import range_problems
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, kind_or_part
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem
 from moefold.topology.layout import DEGREES, fold

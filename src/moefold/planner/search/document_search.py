@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from moefold.config.base.part import make_part
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.groups.context import ContextPart
-from moefold.config.part import make_part
-from moefold.config.part_registry import built_in_kinds
 from moefold.planner.search.constraints import Fold
 from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 

@@ -16,10 +16,10 @@ from itertools import chain, combinations, product
 from math import prod
 from typing import Any
 
+from moefold.config.base.part import Part, kind_or_part
+from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import Part, kind_or_part
-from moefold.config.part_registry import built_in_kinds
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
 from moefold.cost.memoised import all_arguments, memoised

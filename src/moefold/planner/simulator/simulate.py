@@ -15,8 +15,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moefold.config.part import Part
-from moefold.config.pipeline_actions import Action, ActionResult, SlotRow, execute_order, find_deadlock
+from moefold.config.base.part import Part
+from moefold.config.base.pipeline_actions import Action, ActionResult, SlotRow, execute_order, find_deadlock
 from moefold.cost.memory_columns import ModelChunk, chunk_of
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.cost_model.step import CostModel

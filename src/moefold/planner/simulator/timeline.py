@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from moefold.config.pipeline_actions import Action
+from moefold.config.base.pipeline_actions import Action
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from signal import Signals
 
 from moefold.comm.groups import current_world
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.position import is_evaluation_due

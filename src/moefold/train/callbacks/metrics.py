@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moefold.comm.groups import current_world
-from moefold.config.metrics import MetricsConfig
-from moefold.config.moe import TRACE_FOLDER
-from moefold.config.run import RunConfig
+from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.sections.moe import TRACE_FOLDER
+from moefold.config.sections.run import RunConfig
 from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.data.fingerprint import LOCATION_KEYS
 from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput

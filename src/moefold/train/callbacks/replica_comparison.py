@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from moefold.comm.groups import current_world
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
+from moefold.config.sections.checkpoint import CheckpointConfig
+from moefold.config.sections.faults import FaultsConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
 from moefold.errors import RunError
 from moefold.message_text import format_list
 from moefold.optim.states import named_moments

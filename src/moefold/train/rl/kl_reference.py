@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
+from moefold.config.sections.rl import RLConfig
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.preflight import resolve_weights_folder, weights_path
 from moefold.errors import ConfigError

@@ -3,11 +3,11 @@
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import WirePart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.rl import RLConfig, RolloutConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
+from moefold.config.sections.rl import RLConfig
 from moefold.data.prompts import PromptSource
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.vllm_engine import VllmEngine

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.save_load import load_entries
-from moefold.config.rl import RLConfig
-from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.rl.rollout_table import (
     TABLE_PREFIX,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.rl import RLConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.rl import RLConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_router_replay import BatchRouting, PackedTokens, RolloutReplay

@@ -11,15 +11,15 @@ from typing import Any
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks, SiteRound
+from moefold.config.base.part import Part, keys_of, kind_or_part, without_source
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, keys_of, kind_or_part, without_source
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.parallel import ParallelConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address

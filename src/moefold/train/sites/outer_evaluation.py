@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import recipe_fragments, shortest_gap

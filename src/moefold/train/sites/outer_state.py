@@ -8,9 +8,9 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.save_load import load_entries
-from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.sites import SitesConfig
+from moefold.config.sections.lora import LoraConfig
+from moefold.config.sections.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor

@@ -17,9 +17,9 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
-from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.run import RunConfig
+from moefold.config.sections.sites import SitesConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites

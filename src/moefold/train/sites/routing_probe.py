@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm.site_links import Probe
 from moefold.config.model import ModelConfig
-from moefold.config.train import TrainConfig
+from moefold.config.sections.train import TrainConfig
 from moefold.model.moe.router import Router
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch

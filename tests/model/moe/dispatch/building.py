@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from moefold.comm.groups import MoEGroups
+from moefold.config.base.part_registry import find_part
 from moefold.config.groups.dispatcher import DispatchSizes
-from moefold.config.part_registry import find_part
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parts.dispatcher.leastloaded.module import RebalanceRule

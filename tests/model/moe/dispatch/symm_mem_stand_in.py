@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moefold.comm import row_exchange
 from moefold.comm.row_exchange import RowExchange
-from moefold.config.part_registry import find_part
+from moefold.config.base.part_registry import find_part
 
 
 class StandInOps:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, RoutingMap, ShardedMicroBatch
 from moefold.topology.layout import Layout, fold

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moefold.config.base.pipeline_actions import SlotRow
+from moefold.config.base.schedule_row_builder import RowBuilder
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_actions import SlotRow
-from moefold.config.schedule_row_builder import RowBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moefold.config.field import at_least
+from moefold.config.base.field import at_least
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.attention import (
     AttentionCore,
     AttentionFrame,
@@ -19,8 +21,6 @@ from moefold.config.groups.attention import (
     SoftmaxInput,
 )
 from moefold.config.groups.layer_sizes import LayerSizes
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 from moefold.model.attention import SelfAttention
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.local_param import local_param

@@ -16,7 +16,7 @@ from moefold.config.groups.dispatcher import (
     SentTokens,
     Transfer,
 )
-from moefold.config.moe import MoEConfig
+from moefold.config.sections.moe import MoEConfig
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
 from moefold.ops.expert_ops import Permutation

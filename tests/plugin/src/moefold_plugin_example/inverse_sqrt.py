@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
-from moefold.config.field import at_least
+from moefold.config.base.field import at_least
 from moefold.config.groups.lr_schedule import LrSchedulePart
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
-from moefold.config.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.attention import AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
-from moefold.config.param_spec import ParamSpec
 
 if TYPE_CHECKING:
     from moefold.parts.attention.gated_deltanet.module import GatedDeltaNet

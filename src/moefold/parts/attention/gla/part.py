@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.field import MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.attention import AttentionCore, AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from moefold.parts.attention.gla.module import GatedLinearAttention

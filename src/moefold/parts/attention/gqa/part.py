@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import SHARE, MaxMagnitude, at_least
+from moefold.config.base.field import SHARE, MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.attention import (
     AttentionCore,
     AttentionFrame,
@@ -17,9 +20,6 @@ from moefold.config.groups.attention import (
     prefixed,
 )
 from moefold.config.groups.indexer import SELECTION_COPIES
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.message_text import Problem

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import Bound
+from moefold.config.base.field import Bound
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.attention import AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
-from moefold.config.param_spec import ParamSpec
 
 if TYPE_CHECKING:
     from moefold.parts.attention.kda.module import KimiDeltaAttention

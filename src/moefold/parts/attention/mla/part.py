@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
+from moefold.config.base.field import MaxMagnitude, at_least
+from moefold.config.base.limits import MAX_WIDTH
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.chosen import chosen_in
-from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.attention import (
     AttentionCore,
     AttentionFrame,
@@ -18,9 +21,6 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
-from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 from moefold.message_text import Problem

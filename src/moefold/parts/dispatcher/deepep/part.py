@@ -10,11 +10,11 @@ from moefold.message_text import Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
-    from moefold.config.faults import FaultsConfig
     from moefold.config.model import ModelConfig
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.run import RunConfig
+    from moefold.config.sections.faults import FaultsConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
+    from moefold.config.sections.run import RunConfig
     from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher
 
 ALIGNMENT_BYTES = 16

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import at_least
+from moefold.config.base.field import at_least
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.model import ModelConfig
-from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem, Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.train import TrainConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
+    from moefold.config.sections.train import TrainConfig
     from moefold.parts.dispatcher.leastloaded.module import LeastLoadedDispatcher
 
 

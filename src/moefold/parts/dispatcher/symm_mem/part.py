@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from moefold.config.base.field import at_least
 from moefold.config.chosen import chosen_in
-from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 from moefold.message_text import Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
-    from moefold.config.faults import FaultsConfig
     from moefold.config.model import ModelConfig
-    from moefold.config.moe import MoEConfig
-    from moefold.config.parallel import ParallelConfig
-    from moefold.config.run import RunConfig
+    from moefold.config.sections.faults import FaultsConfig
+    from moefold.config.sections.moe import MoEConfig
+    from moefold.config.sections.parallel import ParallelConfig
+    from moefold.config.sections.run import RunConfig
     from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 
 NUM_BUFFERS = 3

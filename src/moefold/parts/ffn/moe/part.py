@@ -6,10 +6,10 @@ from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardFrame, RoutedPart, swiglu_params
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 

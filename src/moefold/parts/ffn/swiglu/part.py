@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from moefold.config.base.param_spec import ParamSpec
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.groups.ffn import DensePart, FeedForwardFormula, FeedForwardFrame, swiglu_params
-from moefold.config.param_spec import ParamSpec
-from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:

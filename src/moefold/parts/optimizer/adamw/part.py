@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from moefold.config.field import BELOW_ONE, POSITIVE, VerifyAs, at_least
+from moefold.config.base.field import BELOW_ONE, POSITIVE, VerifyAs, at_least
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
-from moefold.config.param_spec import ParamSpec
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.config.param_spec import ParamSpec
+from moefold.config.base.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.parts.optimizer.adamw.module import build_adamw

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moefold.config.param_spec import ParamSpec
+from moefold.config.base.param_spec import ParamSpec
 
 if TYPE_CHECKING:
     from moefold.parts.optimizer.muon.part import Muon

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import BELOW_ONE, MaxMagnitude, at_least
+from moefold.config.base.field import BELOW_ONE, MaxMagnitude, at_least
+from moefold.config.base.param_spec import ParamSpec
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
-from moefold.config.param_spec import ParamSpec
 from moefold.message_text import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
 

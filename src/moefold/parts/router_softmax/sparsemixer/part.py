@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from moefold.config.base.field import POSITIVE, SAME_TENSORS
+from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.chosen import chosen_in
-from moefold.config.field import POSITIVE, SAME_TENSORS
 from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.small_sizes import SmallSizes
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moefold.config.model import ModelConfig
-    from moefold.config.moe import MoEConfig
+    from moefold.config.sections.moe import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
