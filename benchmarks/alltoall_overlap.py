@@ -28,7 +28,7 @@ from moefold.config.sections.data import DataConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.launch.rank_pool import WorkerPool
 from moefold.model.block import Block
 from moefold.model.module_wrapper import wrap_method
@@ -105,7 +105,7 @@ def step_times(cfg: Config, compute_s: float, all_to_all_s: float, steps: int) -
     model = parallelize(cfg, groups)
     if compute_s:
         add_delays(model, compute_s, all_to_all_s)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     training = TrainingStep(model, cfg)
     times_s = []

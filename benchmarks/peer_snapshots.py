@@ -27,7 +27,7 @@ from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import without_process_groups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.launch.rank_pool import WorkerPool
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.parallelize import parallelize
@@ -55,7 +55,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     cfg = replace(cfg, run=replace(cfg.run, dir=folder))
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
     boxes = local_boxes(state)

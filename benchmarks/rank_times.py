@@ -29,7 +29,7 @@ from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import choose_device, init_distributed, spawn_ranks
@@ -195,9 +195,7 @@ class _RankTrainer:
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
         self._gemm: CGemm | None = None
-        data = open_dataset(
-            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
-        )
+        data = DataRequest.of(cfg).open()
         for stage in model.stages:
             self._wrap_kernels(stage)
         self._training = TrainingStep(model, cfg)

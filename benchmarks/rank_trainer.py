@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset, prepare
+from moefold.data.dataset import DataRequest
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import choose_device, init_distributed, run_ranks
 from moefold.launch.watchdog import Watchdog
@@ -32,7 +32,7 @@ class RankTrainer:
 
     def __init__(self, cfg: Config, rank_env: RankEnv, groups: ParallelGroups) -> None:
         model = parallelize(cfg, groups)
-        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        data = DataRequest.of(cfg).open()
         self.is_first = rank_env.rank == 0
         self.groups = groups
         self.training = TrainingStep(model, cfg)
@@ -64,7 +64,7 @@ def run_recipe(main: RankMain, args: argparse.Namespace, overrides: Sequence[str
     with tempfile.TemporaryDirectory() as folder:
         cfg = replace(cfg, run=replace(cfg.run, dir=folder))
         check_config(cfg)
-        prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        DataRequest.of(cfg).prepare()
         device_type = choose_device(cfg.run.device, cfg.parallel.world_size, None)
         run_ranks(partial(_rank, main, cfg, args), cfg.parallel.world_size, device_type, None)
 

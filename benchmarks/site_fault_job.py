@@ -18,8 +18,8 @@ import torch
 from moefold.cli.main import main as moefold
 from moefold.launch.signed_lines import Message
 from moefold.train.callbacks.callback import FinishedStep, TrainingContext
-from moefold.train.sites.callbacks import SiteRounds
 from moefold.train.sites.meeting import SiteMeeting
+from moefold.train.sites.rounds import SiteRounds
 
 PACE_S = 0.1
 FAULTS = {

@@ -63,8 +63,7 @@ def _measure(cfg: Config, trainer: RankTrainer, args: argparse.Namespace) -> Non
     for corrupt in ("fatal", "skip"):
         loaders[corrupt] = DataLoader(
             replace(cfg, data=replace(cfg.data, corrupt=corrupt)),
-            trainer.groups,
-            trainer.training.model.positions,
+            trainer.training.model,
             Position(),
         )
         loaders[corrupt].open(None)

@@ -16,7 +16,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
 from moefold.message_text import keep_names, spelled_as
 from moefold.recipe import LoadedRecipe, load_recipe
-from moefold.train.start import choose_training_device, prepare_data, set_up_run
+from moefold.train.start import set_up_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,14 +141,14 @@ def train_model(
         finished = finished_outcome(setup)
         assert finished is not None, "no step is left"
         return finished
-    device_type = choose_training_device(setup, rank_env)
-    prepare_data(setup, rank_env)
+    device_type = setup.choose_device(rank_env)
+    setup.prepare_data(rank_env)
 
     from moefold.launch.rank_results import collect_from_ranks
     from moefold.train.worker import ProgramHooks, train_on_rank
 
     program = ProgramHooks(loss, data, callbacks)
-    main = partial(train_on_rank, setup.cfg, setup.messages, program)
+    main = partial(train_on_rank, setup, program)
     cfg = setup.folder.cfg
     return collect_from_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 

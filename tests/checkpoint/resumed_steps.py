@@ -8,7 +8,7 @@ from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -26,7 +26,7 @@ def train_steps(cfg: Config, first: int, last: int, resume: str) -> list[float]:
         training.load_state_dict({"moment_updates": first})
         assert meta.step == first
         samples = meta.samples
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     losses = []
     for step in range(first + 1, last + 1):

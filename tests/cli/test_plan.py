@@ -11,6 +11,7 @@ import pytest
 from moefold.api import plan
 from moefold.cli.main import main
 from moefold.cost.flops import train_flops_per_token
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.data.validate_source import check_data
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError
@@ -256,11 +257,11 @@ def test_recipe_of_a_bare_model_lists_the_missing_keys(capsys, tmp_path):
     # Data is all that it lacks.
     recipe = load_config(path)
     with pytest.raises(ConfigError, match="path/to/your/text"):
-        check_data(recipe.data, seq_len=recipe.train.seq_len, vocab_size=recipe.model.vocab_size)
+        check_data(DataRequest.of(recipe))
     corpus.write_text("Words to train on. " * 1000)
     cfg = load_config(path, [f"data.path={corpus}"])
     check_config(cfg)
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(DataRequest.of(cfg))
     # The values of a recipe are its own, and stay.
     path.write_text(text.replace("lr = 0.0003", "lr = 0.002"))
     again = tmp_path / "again.toml"

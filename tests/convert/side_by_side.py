@@ -23,7 +23,7 @@ from moefold.convert.families.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.weight_sources import HfSource, load_hf_weights
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.model.transformer import build_model
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
@@ -102,7 +102,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
 
 def batch_of(cfg: Config, step: int) -> Tensor:
     """The samples of a step, int64 [global batch, S + 1]."""
-    data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed).open()
     size = cfg.train.global_batch_size
     return torch.from_numpy(data.train.batch(step % BATCHES * size, size).tokens)
 
@@ -175,7 +175,7 @@ def train_ours(cfg: Config) -> RankRecord:
     load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=groups.rank == 0)
     logits = _logits(model, cfg)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     batch = loader.batch(0)
     training.begin_step(1, batch)

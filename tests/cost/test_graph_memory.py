@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.graphed_modules import GraphedModule, apply_cuda_graphs
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -23,7 +23,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
     model = parallelize(cfg, create_groups(cfg))
     for stage in model.stages:
         apply_cuda_graphs(stage, model.weight_cache, TapeRecorder, has_router=has_router)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     TrainingStep(model, cfg).run(sharder.batch(0), 1)
     hidden_bytes = cfg.train.seq_len * cfg.train.micro_batch_size * cfg.model.hidden_size * stage.dtype.itemsize

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moefold.data.sampler import TokenStream
+from moefold.data.token_stream import TokenStream
 
 
 class MemoryStream(TokenStream):

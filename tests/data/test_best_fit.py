@@ -9,7 +9,7 @@ import pytest
 from moefold.config.sections.data import DataConfig
 from moefold.data import best_fit
 from moefold.data.best_fit import BestFitSamples, DocumentBoundaries, document_windows, open_best_fit, pack_documents
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.sample import stack_samples
 from moefold.errors import ConfigError
 from tests.data.memory_stream import MemoryStream
@@ -120,7 +120,7 @@ def test_a_data_set_is_packed(tmp_path: Path):
     data = DataConfig(
         kind="tokens", path=str(tmp_path / "ids.npy"), document_end=END, packing="best_fit", validation_fraction=0.1
     )
-    parts = [open_dataset(data, seq_len=S, vocab_size=2**16, seed=seed) for seed in (1, 1, 2)]
+    parts = [DataRequest(data, seq_len=S, vocab_size=2**16, seed=seed).open() for seed in (1, 1, 2)]
     train = parts[0].train
     assert train.has_annotations
     samples = [[part.train.sample(i).tolist() for i in range(len(train))] for part in parts]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.token_file import TokenFileStream, open_document_ends, token_files
+from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.token_stream import TokenFileStream
 from moefold.errors import ConfigError
 
 LENGTHS = (300, 1, 700, 500, 900, 20)

@@ -13,8 +13,8 @@ import pytest
 from moefold.cache_dir import default_cache_dir
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatTemplate, load_chat_template
+from moefold.data.conversations.conversation_cache import TokenizedConversations, open_conversations
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
-from moefold.data.sft import TokenizedConversations, open_conversations
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
 

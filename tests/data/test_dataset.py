@@ -10,7 +10,7 @@ import pytest
 
 from moefold.cache_dir import default_cache_dir
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.errors import ConfigError
 
 S = 32
@@ -18,7 +18,7 @@ S = 32
 
 def open_text(folder: Path, *, seed: int = 0, **changes: object) -> Dataset:
     data = DataConfig(kind="text", path=str(folder), **changes)  # type: ignore[arg-type]
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=seed)
+    return DataRequest(data, seq_len=S, vocab_size=256, seed=seed).open()
 
 
 def epoch(dataset: Dataset, part: str = "train") -> list[bytes]:
@@ -53,7 +53,7 @@ def test_shuffle_false_is_the_order_of_the_text(text_folder: Path, tmp_path: Pat
 def test_parts_share_no_place_in_the_data(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.arange(40_000, dtype=np.uint16))
     data = DataConfig(kind="tokens", path=str(tmp_path / "x.npy"), validation_fraction=0.2)
-    dataset = open_dataset(data, seq_len=S, vocab_size=40_000, seed=3)
+    dataset = DataRequest(data, seq_len=S, vocab_size=40_000, seed=3).open()
     train, held_out = (
         {int(t) for i in range(len(split)) for t in split.sample(i)} for split in (dataset.train, dataset.validation)
     )
@@ -63,7 +63,7 @@ def test_parts_share_no_place_in_the_data(tmp_path: Path):
 
 def test_prepare_makes_the_file_that_open_maps(text_folder: Path, tmp_path: Path):
     data = DataConfig(kind="text", path=str(text_folder))
-    path = prepare(data, seq_len=S, vocab_size=256, seed=0)
+    path = DataRequest(data, seq_len=S, vocab_size=256, seed=0).prepare()
     assert path is not None
     stamp = path.stat().st_mtime_ns
     open_text(text_folder)
@@ -72,7 +72,7 @@ def test_prepare_makes_the_file_that_open_maps(text_folder: Path, tmp_path: Path
 
 
 def test_python_docs_with_defaults(tmp_path: Path):
-    dataset = open_dataset(DataConfig(), seq_len=256, vocab_size=256, seed=0)
+    dataset = DataRequest(DataConfig(), seq_len=256, vocab_size=256, seed=0).open()
     assert len(dataset.train) > 10_000
     share = len(dataset.validation) / (len(dataset.train) + len(dataset.validation))
     assert 0.045 < share < 0.055
@@ -84,16 +84,16 @@ def test_python_docs_with_defaults(tmp_path: Path):
 
 def test_tokenizer_json(text_folder: Path, tmp_path: Path, make_tokenizer_file: Callable[..., Path]):
     data = DataConfig(kind="text", path=str(text_folder), tokenizer=str(make_tokenizer_file("</s>")))
-    dataset = open_dataset(data, seq_len=S, vocab_size=350, seed=0)
+    dataset = DataRequest(data, seq_len=S, vocab_size=350, seed=0).open()
     assert dataset.tokenizer.separator_id == 0
     assert dataset.train.sample(0).max() >= 256
 
 
 def test_synthetic_needs_nothing():
     data = DataConfig(kind="synthetic")
-    assert prepare(data, seq_len=S, vocab_size=50, seed=0) is None
-    dataset = open_dataset(data, seq_len=S, vocab_size=50, seed=0)
-    other = open_dataset(data, seq_len=S, vocab_size=50, seed=1)
+    assert DataRequest(data, seq_len=S, vocab_size=50, seed=0).prepare() is None
+    dataset = DataRequest(data, seq_len=S, vocab_size=50, seed=0).open()
+    other = DataRequest(data, seq_len=S, vocab_size=50, seed=1).open()
     assert not np.array_equal(dataset.train.sample(0), other.train.sample(0))
     train = {dataset.train.sample(i).tobytes() for i in range(200)}
     held_out = {dataset.validation.sample(i).tobytes() for i in range(200)}
@@ -120,14 +120,14 @@ def test_prepare_finds_a_strange_id(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.arange(1000))
     data = DataConfig(kind="tokens", path=str(tmp_path / "x.npy"))
     with pytest.raises(ConfigError, match="holds id 500 at token 500"):
-        prepare(data, seq_len=S, vocab_size=500, seed=0)
+        DataRequest(data, seq_len=S, vocab_size=500, seed=0).prepare()
 
 
 @pytest.mark.parametrize("kind", ["python-docs", "synthetic"])
 def test_a_path_that_would_be_ignored_is_refused(kind: str):
     data = DataConfig(kind=kind, path="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f'data.path=.x. is not used by data.kind="{kind}"; leave it out'):
-        open_dataset(data, seq_len=S, vocab_size=256, seed=0)
+        DataRequest(data, seq_len=S, vocab_size=256, seed=0).open()
 
 
 def test_import_is_light():

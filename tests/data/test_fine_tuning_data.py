@@ -11,7 +11,7 @@ import pytest
 
 from moefold.cache_dir import default_cache_dir
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
@@ -45,8 +45,8 @@ def chats(tmp_path: Path) -> Path:
 
 def open_chats(path: Path, *, seq_len: int = S, vocab_size: int = 512, prepares: bool = False, **changes) -> Dataset:
     data = DataConfig(kind="sft", path=str(path), **changes)
-    opened = prepare if prepares else open_dataset
-    return opened(data, seq_len=seq_len, vocab_size=vocab_size, seed=0)
+    request = DataRequest(data, seq_len=seq_len, vocab_size=vocab_size, seed=0)
+    return request.prepare() if prepares else request.open()
 
 
 def answers(dataset: Dataset) -> list[str]:
@@ -140,7 +140,7 @@ def test_changed_template_is_retokenised(chats: Path):
 def test_mixtures_of_conversations(chats: Path):
     other = write(chats.parent / "other.jsonl", [{"prompt": "p", "response": "OTHER"}] * 40)
     data = DataConfig(kind="sft", path=(str(chats), str(other)), weights=(1.0, 3.0), validation_fraction=0.1)
-    dataset = open_dataset(data, seq_len=S, vocab_size=256, seed=0)
+    dataset = DataRequest(data, seq_len=S, vocab_size=256, seed=0).open()
     texts = [dataset.tokenizer.decode(dataset.train.sample(i)) for i in range(40)]
     assert sum("OTHER" in text for text in texts) == 30
 
@@ -177,9 +177,13 @@ def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
 ):
     data = DataConfig(kind="sft", path=str(chats), tokenizer=str(make_tokenizer_file("</s>")))
     with pytest.raises(ConfigError, match="has no chat template"):
-        check_data(data, seq_len=S, vocab_size=512)
+        check_data(DataRequest(data, seq_len=S, vocab_size=512, seed=0))
     with pytest.raises(ConfigError, match="holds no .jsonl file"):
-        check_data(DataConfig(kind="sft", path=str(Path(data.tokenizer).parent)), seq_len=S, vocab_size=512)
+        check_data(
+            DataRequest(
+                DataConfig(kind="sft", path=str(Path(data.tokenizer).parent)), seq_len=S, vocab_size=512, seed=0
+            )
+        )
 
 
 @pytest.mark.parametrize("has_marks", [True, False])

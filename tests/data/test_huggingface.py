@@ -11,7 +11,7 @@ import pytest
 
 from moefold.cache_dir import default_cache_dir
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.sources.huggingface import text_tables
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError, install_command
@@ -76,7 +76,7 @@ def recipe(*paths: Path, **changes: object) -> DataConfig:
 
 
 def open_data(data: DataConfig) -> Dataset:
-    return open_dataset(data, seq_len=S, vocab_size=512, seed=0)
+    return DataRequest(data, seq_len=S, vocab_size=512, seed=0).open()
 
 
 def text_of(dataset: Dataset, count: int) -> str:
@@ -86,7 +86,7 @@ def text_of(dataset: Dataset, count: int) -> str:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_its_rows_cached_and_streamed(tmp_path: Path, form: Callable[[Path], Path]):
     path = form(tmp_path)
-    check_data(recipe(path), seq_len=S, vocab_size=256)
+    check_data(DataRequest(recipe(path), seq_len=S, vocab_size=256, seed=0))
     joined = "".join(text + "\0" for text in TEXTS)
     cached = open_data(recipe(path))
     count = len(cached.train)
@@ -122,9 +122,9 @@ def test_a_split_to_evaluate_on(tmp_path: Path):
 
 def test_changed_file_column_or_split_is_retokenised(tmp_path: Path):
     path = as_saved_splits(tmp_path)
-    first = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0)
-    again = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0)
-    other = prepare(recipe(path, split="test"), seq_len=S, vocab_size=512, seed=0)
+    first = DataRequest(recipe(path), seq_len=S, vocab_size=512, seed=0).prepare()
+    again = DataRequest(recipe(path), seq_len=S, vocab_size=512, seed=0).prepare()
+    other = DataRequest(recipe(path, split="test"), seq_len=S, vocab_size=512, seed=0).prepare()
     assert first == again != other
 
 
@@ -133,7 +133,7 @@ def test_changed_file_column_or_split_is_retokenised(tmp_path: Path):
 def test_an_unknown_column_is_named_with_the_nearest(tmp_path: Path, form: Callable[[Path], Path], streaming: bool):
     data = recipe(form(tmp_path), column="txt", streaming=streaming)
     with pytest.raises(ConfigError, match="data.column='txt': .* no column 'txt'; did you mean 'text'"):
-        prepare(data, seq_len=S, vocab_size=256, seed=0)
+        DataRequest(data, seq_len=S, vocab_size=256, seed=0).prepare()
 
 
 def test_unreadable_rows_are_named(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_unreadable_rows_are_named(tmp_path: Path):
         (recipe(splits, split="tset"), r"data.split='tset' is not in .*; did you mean 'test'"),
     ):
         with pytest.raises(ConfigError, match=words):
-            prepare(data, seq_len=S, vocab_size=256, seed=0)
+            DataRequest(data, seq_len=S, vocab_size=256, seed=0).prepare()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -184,11 +184,20 @@ def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
         (DataConfig(kind="huggingface"), r"data.path is empty"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_data(data, seq_len=S, vocab_size=256)
+            check_data(DataRequest(data, seq_len=S, vocab_size=256, seed=0))
     (tmp_path / "plain").mkdir()
     for path in ("owner/name", (str(jsonl), "owner/name"), str(tmp_path / "plain")):
-        check_data(DataConfig(kind="huggingface", path=path, subset="en"), seq_len=S, vocab_size=256)
-    check_data(DataConfig(kind="huggingface", path=(str(jsonl), "owner/name"), revision="a"), seq_len=S, vocab_size=256)
+        check_data(
+            DataRequest(DataConfig(kind="huggingface", path=path, subset="en"), seq_len=S, vocab_size=256, seed=0)
+        )
+    check_data(
+        DataRequest(
+            DataConfig(kind="huggingface", path=(str(jsonl), "owner/name"), revision="a"),
+            seq_len=S,
+            vocab_size=256,
+            seed=0,
+        )
+    )
 
 
 def test_a_data_set_on_the_hub_is_asked_for_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

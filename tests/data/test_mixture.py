@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from moefold.data.mixture_sampler import MixtureSampler, floor_sum
 from moefold.data.sample import Sample
-from moefold.data.sampler import MixtureSampler, Sampler, floor_sum
+from moefold.data.sampler import Sampler
 
 
 class Numbers(Sampler):

@@ -14,11 +14,11 @@ from moefold.config.sections.data import DataConfig
 from moefold.data.fingerprint import fingerprint
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.input_paths import existing_path
-from moefold.data.sft import conversation_files
-from moefold.data.source_listing import settings_files
+from moefold.data.source_listing import conversation_files, settings_files
 from moefold.data.sources.huggingface import text_tables
 from moefold.data.sources.text_source import text_corpus
-from moefold.data.token_file import TokenFileStream, token_files
+from moefold.data.token_file import token_files
+from moefold.data.token_stream import TokenFileStream
 from moefold.recipe import load_config
 from moefold.remote_copy import local_copy
 from moefold.remote_path import RemotePath

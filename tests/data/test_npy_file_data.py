@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import prepare
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import FORMAT, MANIFEST, RoutingTrace
 from moefold.data.shard_reader import map_npy
 from moefold.data.token_file import open_document_ends
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
-from moefold.inference.text import open_ids
+from moefold.inference.token_dataset import open_ids
 
 
 class Runs:
@@ -73,7 +73,9 @@ def trace_step(file: Path) -> object:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "train": lambda file: check_data(DataConfig(kind="tokens", path=str(file)), seq_len=16, vocab_size=256),
+    "train": lambda file: check_data(
+        DataRequest(DataConfig(kind="tokens", path=str(file)), seq_len=16, vocab_size=256, seed=0)
+    ),
     "eval": open_ids,
     "replay": trace_step,
 }
@@ -135,6 +137,6 @@ def test_a_strange_tokenizer_is_one_message(tmp_path, kind):
     file.write_bytes(pickle.dumps(Runs(trace)) if kind == "pickle" else text.encode())
     data = DataConfig(kind="text", path=str(tmp_path / "text.txt"), tokenizer=str(file), validation_fraction=0.0)
     with pytest.raises(ConfigError, match="tokenizer") as error:
-        prepare(data, seq_len=8, vocab_size=256, seed=0)
+        DataRequest(data, seq_len=8, vocab_size=256, seed=0).prepare()
     assert "\n" not in str(error.value)
     assert not trace.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.preference import cut_lengths, parse_labelled, parse_pair
 from moefold.data.sources.file_formats import JsonlRecord, parse_line
 from moefold.errors import ConfigError
@@ -121,9 +121,9 @@ def _open(folder: Path, rows: list[dict[str, object]], seq_len: int = 40, method
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"validation_fraction": 0.0, "shuffle": False} | data
     cfg = DataConfig(kind="preference", path=str(file), chat_template=str(folder / "template.jinja"), **settings)
-    arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": AlignConfig(method=method)}
-    prepare(cfg, **arguments)
-    return open_dataset(cfg, **arguments)
+    request = DataRequest(cfg, seq_len=seq_len, vocab_size=256, seed=0, align=AlignConfig(method=method))
+    request.prepare()
+    return request.open()
 
 
 def _texts(sample, number: int) -> tuple[str, str]:

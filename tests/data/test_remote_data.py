@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.fingerprint import file_sizes, fingerprint
 from moefold.data.input_paths import data_file_path
-from moefold.data.token_file import build_token_file_set
+from moefold.data.token_file_set import build_token_file_set
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
@@ -52,8 +52,8 @@ def test_samples_equal_local_files(place, kind):
     upload_folder(place / "files", RemotePath(url), last=())
     local = DataConfig(kind=kind, path="files", validation_fraction=0.0)
     remote = replace(local, path=url)
-    check_data(remote, seq_len=SEQ_LEN, vocab_size=256)
-    ours, theirs = (open_dataset(data, seq_len=SEQ_LEN, vocab_size=256, seed=1).train for data in (remote, local))
+    check_data(DataRequest(remote, seq_len=SEQ_LEN, vocab_size=256, seed=0))
+    ours, theirs = (DataRequest(data, seq_len=SEQ_LEN, vocab_size=256, seed=1).open().train for data in (remote, local))
     assert len(ours) == len(theirs) > 0
     for index in range(len(ours)):
         assert np.array_equal(ours.annotated_sample(index).tokens, theirs.annotated_sample(index).tokens)
@@ -85,7 +85,7 @@ def test_a_remote_tokenizer_comes_with_only_its_settings(place):
     samples = []
     for name in ("files", f"memory://tok-{place.name}", f"memory://tok-{place.name}/tokenizer.json"):
         data = DataConfig(kind="text", path="text.txt", tokenizer=name, validation_fraction=0.0)
-        dataset = open_dataset(data, seq_len=SEQ_LEN, vocab_size=320, seed=1)
+        dataset = DataRequest(data, seq_len=SEQ_LEN, vocab_size=320, seed=1).open()
         samples.append(dataset.train.annotated_sample(0).tokens.tolist())
         assert "tokenizer.json" in fingerprint(data)
         assert "tokenizer_config.json" in fingerprint(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.sampler import Sampler
 from tests.slow import slow
 
@@ -61,7 +61,7 @@ DATA = {
 
 
 def _open(data: DataConfig) -> Sampler:
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=7).train
+    return DataRequest(data, seq_len=S, vocab_size=256, seed=7).open().train
 
 
 def _life(data: DataConfig, first: int, state: object, steps: int, dp: int) -> tuple[list[bytes], object]:

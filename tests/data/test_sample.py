@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
-from moefold.data.sample import (
-    PADDING_DOCUMENT,
-    Sample,
-    stack_samples,
-)
-from moefold.data.sampler import IndexRanges, PackedSamples, SplitSampler, TokenStream
+from moefold.data.dataset import DataRequest
+from moefold.data.held_out import IndexRanges
+from moefold.data.packed_samples import PackedSamples
+from moefold.data.sample import PADDING_DOCUMENT, Sample, stack_samples
+from moefold.data.sampler import SplitSampler
+from moefold.data.token_stream import TokenStream
 
 
 class Stream(TokenStream):
@@ -60,7 +59,7 @@ def test_a_source_without_marks_pays_nothing():
 def test_document_end_marks_every_kind_of_data(part):
     def data(end: int):
         config = DataConfig(kind="synthetic", document_end=end, validation_fraction=0.5)
-        return getattr(open_dataset(config, seq_len=40, vocab_size=8, seed=1), part)
+        return getattr(DataRequest(config, seq_len=40, vocab_size=8, seed=1).open(), part)
 
     plain, marked = data(-1), data(2)
     assert not plain.has_annotations

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moefold.data.sampler import IndexRanges, PackedSamples, SplitSampler, TokenStream, split_samples
+from moefold.data.held_out import IndexRanges, split_samples
+from moefold.data.packed_samples import PackedSamples
+from moefold.data.sampler import SplitSampler
+from moefold.data.token_stream import TokenStream
 from moefold.errors import ConfigError
 
 S = 8

@@ -10,7 +10,7 @@ import pytest
 from moefold.config.base.part import make_part
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.errors import ConfigError
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -48,9 +48,9 @@ def _open(
         skip_bad_rows=skips,
     )
     align = AlignConfig(method=make_part("alignment", method, **settings))
-    arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": align}
-    prepare(cfg, **arguments)
-    return open_dataset(cfg, **arguments)
+    request = DataRequest(cfg, seq_len=seq_len, vocab_size=256, seed=0, align=align)
+    request.prepare()
+    return request.open()
 
 
 def _texts(data: Dataset) -> list[str]:
@@ -173,4 +173,4 @@ def test_a_column_of_that_name_given_twice_is_refused(files: Path):
     file.write_text('{"prompt": "a", "response": "b", "reward": 1, "reward": 2}\n')
     cfg = DataConfig(kind="sft", path=str(file), validation_fraction=0.0)
     with pytest.raises(ConfigError, match=r"rows.jsonl:1 has the key 'reward' twice in one object; remove one"):
-        prepare(cfg, seq_len=200, vocab_size=256, seed=0, align=AlignConfig(method="weight"))
+        DataRequest(cfg, seq_len=200, vocab_size=256, seed=0, align=AlignConfig(method="weight")).prepare()

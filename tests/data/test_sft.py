@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moefold.data.sft import pack_best_fit
+from moefold.data.bin_packing import pack_best_fit
 
 
 def test_best_fit_packing_by_hand():

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.shard_reader import BrokenShardError, DocumentEnds, OutOfVocabError, open_ends_file
 from moefold.data.skip_corrupt import corrupt_files
-from moefold.data.token_file import TokenFile, TokenFileSet, TokenFileStream, build_token_file_set
+from moefold.data.token_file import TokenFile
+from moefold.data.token_file_set import TokenFileSet, build_token_file_set
+from moefold.data.token_stream import TokenFileStream
 from moefold.errors import ConfigError, RunError
 
 S = 8
@@ -31,7 +33,7 @@ def owned(folder: Path) -> Path:
 
 def opened(data: DataConfig, lost: dict[str, str]) -> Dataset:
     shards = build_token_file_set(data, vocab_size=5000).without(lost)
-    return open_dataset(data, seq_len=S, vocab_size=5000, seed=3, token_file_set=shards)
+    return DataRequest(data, seq_len=S, vocab_size=5000, seed=3).open(shards)
 
 
 def recipe(path: str | tuple[str, ...], **changes: object) -> DataConfig:
@@ -50,7 +52,7 @@ def test_only_the_samples_of_a_lost_file_are_left_out(tmp_path, changes, lost, p
         (folder / f"{number}.npy").unlink()
         (folder / f"{number}.ends").unlink()
     shards = shards_of(folder, {f"{folder}/{number}.npy": "gone" for number in lost})
-    left = getattr(open_dataset(data, seq_len=S, vocab_size=5000, seed=3, token_file_set=shards), part)
+    left = getattr(DataRequest(data, seq_len=S, vocab_size=5000, seed=3).open(shards), part)
     kept = [i for i, tokens in enumerate(samples) if not set(tokens // 1000) & set(lost)]
     assert left.num_dropped == len(whole) - len([i for i in kept if i < len(whole)])
     if not kept:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, open_dataset, prepare
+from moefold.data.dataset import DataRequest, Dataset
 from moefold.data.fingerprint import fingerprint
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.validate_source import check_data
@@ -96,7 +96,7 @@ def recipe(kind: str, path: Path | tuple[Path, ...], **changes: object) -> DataC
 
 
 def open_data(data: DataConfig) -> Dataset:
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=0)
+    return DataRequest(data, seq_len=S, vocab_size=256, seed=0).open()
 
 
 def first_samples(data: DataConfig, count: int = 40) -> list[list[int]]:
@@ -116,13 +116,13 @@ def test_a_corrupt_file_is_fatal_or_left_out_and_named_once(tmp_path, kind, capl
     folder = make(tmp_path / "data", kind, list(range(FILES)))
     broken = sorted(folder.iterdir())[BROKEN]
     KINDS[kind][1](broken)
-    sizes = {"seq_len": S, "vocab_size": 256}
+    sizes = {"seq_len": S, "vocab_size": 256, "seed": 0}
     with pytest.raises(ConfigError, match=broken.name):
-        prepare(recipe(kind, folder), **sizes, seed=0)
+        DataRequest(recipe(kind, folder), **sizes).prepare()
     skips = recipe(kind, folder, corrupt="skip")
-    check_data(skips, **sizes)
+    check_data(DataRequest(skips, **sizes))
     with caplog.at_level(logging.WARNING):
-        prepare(skips, **sizes, seed=0)
+        DataRequest(skips, **sizes).prepare()
     named = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
     assert [message.count(str(broken)) for message in named] == [1]
     without = make(tmp_path / "without", kind, [i for i in range(FILES) if i != BROKEN])
@@ -142,7 +142,7 @@ def test_ranks_use_the_files_found_before_they_started(tmp_path):
     folder = make(tmp_path / "data", "text", [0, 1, 2])
     data = recipe("text", folder, corrupt="skip")
     latin(folder / "1.txt")
-    prepare(data, seq_len=S, vocab_size=256, seed=0)
+    DataRequest(data, seq_len=S, vocab_size=256, seed=0).prepare()
     seen = skipped_files(data)
     assert {file.name for file in seen} == {"1.txt"}
     status = (folder / "1.txt").stat()

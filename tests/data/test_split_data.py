@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.data.sampler import IndexRanges, split_samples
+from moefold.data.held_out import IndexRanges, split_samples
 from moefold.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.data.sampler import PackedSamples
+from moefold.data.packed_samples import PackedSamples
 from moefold.data.streaming_sampler import StreamingSampler
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError

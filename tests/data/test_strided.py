@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.sampler import StridedSampler
 
 
 def samples(count: int) -> list[StridedSampler]:
-    data = open_dataset(DataConfig(kind="synthetic"), seq_len=8, vocab_size=50, seed=3)
+    data = DataRequest(DataConfig(kind="synthetic"), seq_len=8, vocab_size=50, seed=3).open()
     return [StridedSampler(data.train, count, number) for number in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_sites_read_every_count_th_sample(count):
-    data = open_dataset(DataConfig(kind="synthetic"), seq_len=8, vocab_size=50, seed=3)
+    data = DataRequest(DataConfig(kind="synthetic"), seq_len=8, vocab_size=50, seed=3).open()
     joined = [data.train.sample(i) for i in range(12)]
     found = [sampler.sample(i) for i in range(12 // count) for sampler in samples(count)]
     assert all(np.array_equal(a, b) for a, b in zip(joined, found, strict=True))

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from moefold.data.dataset import JUMP_PROBABILITY, NUM_SAMPLES, SyntheticSamples
+from moefold.data.synthetic_samples import JUMP_PROBABILITY, NUM_SAMPLES, SyntheticSamples
 
 
 def make(seed: int = 0, vocab_size: int = 1000, seq_len: int = 64) -> SyntheticSamples:

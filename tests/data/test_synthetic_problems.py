@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.prompts import open_prompts
 from moefold.data.synthetic_problems import TASKS, Problems
 from moefold.data.tokenizer import ByteTokenizer
@@ -17,7 +17,7 @@ SORT = DataConfig(kind="task", task="sort", task_size=3, validation_fraction=0.2
 
 
 def open_samples(data: DataConfig, seq_len: int = 32):
-    return open_dataset(data, seq_len=seq_len, vocab_size=256, seed=1)
+    return DataRequest(data, seq_len=seq_len, vocab_size=256, seed=1).open()
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.sampler import PackedSamples
-from moefold.data.token_file import TokenFile, TokenFileStream, read_npy_header, token_files
+from moefold.data.packed_samples import PackedSamples
+from moefold.data.token_file import TokenFile, read_npy_header, token_files
+from moefold.data.token_stream import TokenFileStream
 from moefold.errors import ConfigError
 
 

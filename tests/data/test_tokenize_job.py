@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset, prepare
+from moefold.data.dataset import DataRequest
+from moefold.data.shard_writer import ShardWriter
 from moefold.data.token_file import open_document_ends, token_files
-from moefold.data.tokenize_job import ShardWriter, TokenizationResult, tokenize_files
+from moefold.data.tokenize_job import TokenizationResult, tokenize_files
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 
@@ -172,8 +173,8 @@ def test_a_run_reads_the_tokens_and_masks_by_the_index(tmp_path: Path):
     out = tmp_path / "out"
     tokenize([tmp_path / "a.jsonl"], out)
     data = DataConfig(kind="tokens", path=str(out), shuffle=False, validation_fraction=0.0, document_index=True)
-    check_data(data, seq_len=64, vocab_size=256)
-    row = open_dataset(data, seq_len=64, vocab_size=256, seed=0).train
+    check_data(DataRequest(data, seq_len=64, vocab_size=256, seed=0))
+    row = DataRequest(data, seq_len=64, vocab_size=256, seed=0).open().train
     joined = b"".join(documents(out))
     for i in range(len(row)):
         sample = row.annotated_sample(i)
@@ -182,7 +183,7 @@ def test_a_run_reads_the_tokens_and_masks_by_the_index(tmp_path: Path):
         assert (np.diff(sample.document_ids) == is_end).all()
     next(out.glob("*.ends")).unlink()
     with pytest.raises(ConfigError, match=r"data.document_index=true needs an index .* data.document_end"):
-        check_data(data, seq_len=64, vocab_size=256)
+        check_data(DataRequest(data, seq_len=64, vocab_size=256, seed=0))
 
 
 def test_finished_files_stay_and_the_rest_is_made(tmp_path: Path):
@@ -198,7 +199,7 @@ def test_finished_files_stay_and_the_rest_is_made(tmp_path: Path):
     note = json.loads((out / "tokenize.json").read_text())
     (out / "tokenize.json").write_text(json.dumps(note | {"is_complete": False}))
     with pytest.raises(ConfigError, match="is not finished"):
-        check_data(DataConfig(kind="tokens", path=str(out)), seq_len=64, vocab_size=256)
+        check_data(DataRequest(DataConfig(kind="tokens", path=str(out)), seq_len=64, vocab_size=256, seed=0))
     result = tokenize([tmp_path / "a.jsonl"], out, num_processes=2)
     assert content(out) == whole
     assert not list(out.glob("*.partial"))
@@ -341,13 +342,13 @@ def test_token_files_know_their_tokenizer(
     writer = ShardWriter(tmp_path / "out", str(made), "text")
     tokenize_files([str(tmp_path / "a.txt")], writer, input_format="text", shard_bytes=10**6, num_processes=1)
     data = DataConfig(kind="tokens", path=str(tmp_path / "out"))
-    check_data(data, seq_len=8, vocab_size=400)
+    check_data(DataRequest(data, seq_len=8, vocab_size=400, seed=0))
     for file in (made, again):
-        check_data(replace(data, tokenizer=str(file)), seq_len=8, vocab_size=400)
+        check_data(DataRequest(replace(data, tokenizer=str(file)), seq_len=8, vocab_size=400, seed=0))
     for name, size in ((str(other), 400), ("bytes", 256)):
         with pytest.raises(ConfigError, match=r"is not the tokenizer that made the ids of .*out: .*tokenizer.json"):
-            check_data(replace(data, tokenizer=name), seq_len=8, vocab_size=size)
+            check_data(DataRequest(replace(data, tokenizer=name), seq_len=8, vocab_size=size, seed=0))
     np.save(tmp_path / "bare.npy", np.arange(100))
     bare = DataConfig(kind="tokens", path=str(tmp_path / "bare.npy"), tokenizer=str(made))
-    prepare(bare, seq_len=8, vocab_size=400, seed=0)
+    DataRequest(bare, seq_len=8, vocab_size=400, seed=0).prepare()
     assert "does not say which tokenizer made its ids" in caplog.text

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from moefold.config.sections.data import DataConfig
+from moefold.data.dataset import DataRequest
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from tests.clock import processor_s
 
 
 def check(seq_len: int = 16, vocab_size: int = 256, **settings: object) -> None:
-    check_data(DataConfig(**settings), seq_len=seq_len, vocab_size=vocab_size)  # type: ignore[arg-type]
+    check_data(DataRequest(DataConfig(**settings), seq_len=seq_len, vocab_size=vocab_size, seed=0))  # type: ignore[arg-type]
 
 
 def test_good_data_passes(text_folder: Path, tmp_path: Path, make_tokenizer_file: Callable[..., Path]):
@@ -84,9 +85,8 @@ def test_a_gigabyte_is_checked_at_once(tmp_path: Path):
 
 def test_check_imports_nothing_heavy():
     command = (
-        "import sys; from moefold.config.sections.data import DataConfig; "
-        "from moefold.data.validate_source import check_data; "
-        "check_data(DataConfig(), seq_len=256, vocab_size=256); "
+        "import sys; from moefold.config.schema import Config; from moefold.data.dataset import DataRequest; "
+        "from moefold.data.validate_source import check_data; check_data(DataRequest.of(Config())); "
         "print({'torch', 'tokenizers', 'rich'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)

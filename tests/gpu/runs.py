@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -19,7 +19,7 @@ def losses_on(cfg: Config, device_type: str, steps: int) -> list[float]:
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
-        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        data = DataRequest.of(cfg).open()
         loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         size = cfg.train.global_batch_size
         return [training.run(loader.batch(i * size), i + 1).loss for i in range(steps)]

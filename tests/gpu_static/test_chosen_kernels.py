@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from moefold.comm.groups import ParallelGroups
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
@@ -36,7 +36,7 @@ def _two_steps(cfg):
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
         training = TrainingStep(model, cfg)
-        data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+        data = DataRequest.of(cfg).open()
         loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
         losses = []
         for i in range(2):

@@ -12,7 +12,8 @@ from moefold.data.conversations.chat import end_of_turn_marker, load_chat_templa
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import StopStringFilter, encode_messages, open_chat_template
+from moefold.inference.text import encode_messages, open_chat_template
+from moefold.inference.text_stream import StopStringFilter
 from tests.inference.checkpoint_folder import described_run
 
 CHAT_ML = load_chat_template(DataConfig())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
-from moefold.inference.text import TokenDataset
+from moefold.inference.token_dataset import TokenDataset
 from tests.inference.example import opened, recipe, row_of_ids, theirs
 from tests.verify.covering import few_else_slow
 

@@ -13,7 +13,7 @@ from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import evaluate
 from moefold.inference.source import find_source
-from moefold.inference.text import TokenDataset
+from moefold.inference.token_dataset import TokenDataset
 from tests.inference.example import opened, row_of_ids
 from tests.slow import slow
 

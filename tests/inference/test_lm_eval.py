@@ -103,7 +103,7 @@ def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
 def obey(folder: Path, mapping: dict[str, int]) -> Any:
     """Return the results of the first rank's orders. The others follow."""
     model = ServedModel(opened(folder, "generate", mapping, 16, 2))
-    if model.loaded.groups.rank:
+    if model.loaded.model.groups.rank:
         return model.serve()
     scores = model.score([(5, 2, 9, 4), (7, 1), (3, 3, 3)], [2, 1, 2])
     order = GenerateRequest(((5, 2, 9), (7,)), 4, SamplingParams(temperature=0.0), frozenset(), (), 1)

@@ -8,15 +8,8 @@ import pytest
 from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source
-from moefold.inference.text import (
-    TextStream,
-    check_made_by,
-    encode_prompts,
-    has_stop_string,
-    open_tokenizer,
-    read_text,
-    stop_token_ids,
-)
+from moefold.inference.text import check_made_by, encode_prompts, open_tokenizer, read_text, stop_token_ids
+from moefold.inference.text_stream import TextStream, has_stop_string
 from tests.inference.checkpoint_folder import described_run
 
 

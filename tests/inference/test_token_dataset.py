@@ -7,7 +7,7 @@ import pytest
 
 from moefold.data.shard_reader import BrokenShardError
 from moefold.errors import ConfigError
-from moefold.inference.text import TokenDataset, check_dataset, open_ids
+from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
 
 
 def row(num_tokens: int, seq_len: int, keeps_tail: bool = False) -> TokenDataset:

@@ -1,6 +1,6 @@
 """A loss spike is the change of the mean loss over a round of sites."""
 
-from moefold.train.sites.callbacks import LossSpike
+from moefold.train.sites.outer_evaluation import LossSpike
 
 
 def test_spike_is_the_change_of_the_mean_loss_by_a_round():

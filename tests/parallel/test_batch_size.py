@@ -7,7 +7,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -24,7 +24,7 @@ def _refusals(cfg: Config) -> list[str]:
     """Return a rank's messages on too few samples, in training and evaluation; the whole batch runs afterwards."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     refused = [_first_samples(batch, 3), _first_samples(batch, 0)]
     if cfg.parallel.pp > 1:

@@ -13,7 +13,7 @@ from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS
 from moefold.model.local_param import CastCopies, local_param
 from moefold.parallel.parallelize import parallelize
@@ -31,7 +31,7 @@ def _open(cfg: Config, keeps: bool):
     model = parallelize(cfg, groups)
     if keeps:
         model = replace(model, cast_copies=CastCopies(model.named_parameters.values()))
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     return TrainingStep(model, cfg), BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.ops.compiled import CompiledSwiGLU
 from moefold.parallel.kernels.select import select_kernels
@@ -32,7 +32,7 @@ def _train(cfg: Config) -> tuple[list[tuple[float, float]], float, dict[str, tor
     (block, *_) = model.stages[0].layers.values()
     assert isinstance(block.attention.kernels.swiglu, CompiledSwiGLU) == (cfg.run.compile == "blocks")
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     losses = []
     stance = "default"

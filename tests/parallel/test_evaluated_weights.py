@@ -5,7 +5,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -21,7 +21,7 @@ def _losses(cfg: Config, evaluates_first: bool):
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     if evaluates_first:
         training.evaluate([batch])

@@ -12,7 +12,7 @@ from moefold.comm.collectives import all_gather_into
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import fsdp_param_groups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel import fsdp
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -73,7 +73,7 @@ def _train(cfg: Config, prefetches: bool):
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_Recorder(stage, name or "root", log))
         logs.append(log)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     results = []
     gathers = []

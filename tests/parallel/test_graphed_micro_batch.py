@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.groups import fake_rank
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.launch.rank_pool import WorkerError
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import local
@@ -44,7 +44,7 @@ def _model(cfg: Config) -> ParallelModel:
 def _train(cfg: Config, model: ParallelModel) -> tuple[list[object], dict[str, Tensor]]:
     """Return the metrics of two steps with an evaluation between them, and the weights."""
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     metrics: list[object] = []
     for i in range(2):

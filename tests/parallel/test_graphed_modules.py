@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.model.module_wrapper import wrap_method
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.rope import Rope
@@ -37,7 +37,7 @@ def _train(cfg: Config, graphs: str) -> tuple[list[tuple[float, ...]], float, di
         for stage in model.stages:
             apply_cuda_graphs(stage, model.weight_cache, recorders, has_router=graphs == "attention_router")
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions)
     losses = []
     for i in range(3):

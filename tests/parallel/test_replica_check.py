@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.states import named_moments
@@ -105,7 +105,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
     training = TrainingStep(model, cfg)
     moments = named_moments(training.optimizer, training.parameters)
     replicas = ReplicaCheck(model, moments, cfg.parallel.zero)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     training.run(batch, 1)
     found = [replicas.find_divergences(batch, _said("here"))]
@@ -189,7 +189,7 @@ def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     experts = model.stages[0].moe_layers()[1].experts
     assert isinstance(experts, FSDPModule)
@@ -225,7 +225,7 @@ def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
 
     with patch.object(shared_gather, "open_shared_memory", open_other):
         training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     return _train_and_compare(training, cfg.parallel.zero, loader.batch(0), 1)
 
@@ -248,7 +248,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     return [_train_and_compare(training, cfg.parallel.zero, loader.batch(4 * i), i + 1) for i in range(2)]
 
@@ -265,7 +265,7 @@ def _metrics(cfg: Config) -> ReplicaMetrics | None:
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     return training.run(BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0), 1).replicas
 
 
@@ -274,7 +274,7 @@ def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.nda
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(first_sample)
     training.begin_step(1, batch)
     loss = model.forward_backward(batch)

@@ -15,7 +15,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
@@ -214,7 +214,7 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
     groups = ParallelGroups.create(check_config(sample, is_training=False), torch.device("cpu"))
     target = InferenceModel.build(sample, groups)
     transfer = WeightTransfer(source, target)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     loader = BatchSharder(data.train, cfg.batch_shape, source.groups, source.positions)
     stats = []
     for step in (1, 2):

@@ -10,7 +10,7 @@ import torch
 from moefold.comm.collectives import gather_to_first
 from moefold.config.schema import Config
 from moefold.config.sections.moe import TRACE_FOLDER
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
@@ -59,7 +59,7 @@ def _train(cfg: Config, num_steps: int) -> list[float]:
     """Train and trace some steps under a mapping; returns the gradient norms."""
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     loader = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions)
     writer = RoutingTraceWriter(Path(cfg.run.dir), trace_shape(cfg.model, cfg.train)) if groups.rank == 0 else None
     assert training.router_replay is not None

@@ -5,7 +5,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -21,7 +21,7 @@ def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
     assert (fsdp[1] is not groups.attn.dp_cp.handle) == separates
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     size = cfg.train.global_batch_size
     results = [training.run(sharder.batch(i * size), i + 1) for i in range(2)]

@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.private_torch import fsdp_param_group, fsdp_parameters, local_tensor
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel import fsdp, fsdp_hooks
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -32,7 +32,7 @@ def _train(cfg: Config, shares: bool):
         # As on several machines: messages, whose sums have the same order; with ZeRO 0 gloo's sum of two terms.
         with patch.object(fsdp_hooks, "open_shared_exchange", lambda group, device: None):
             training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3).open()
     batches = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     size = cfg.train.global_batch_size
     numbers = []

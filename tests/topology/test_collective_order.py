@@ -10,7 +10,7 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.cost.stage_balance import plan_stages
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.collective_order import collective_sequence, order_mismatches
 from moefold.topology.layout import fold
@@ -117,7 +117,7 @@ def _begun(cfg: Config) -> list[str]:
     log = _Log()
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     log.events.clear()
     model.forward_backward(batch)

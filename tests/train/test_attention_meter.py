@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.base.part import make_part
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.token_placement import MicroBatchSetShape, document_bounds, place_tokens
@@ -28,7 +28,7 @@ def _step(cfg: Config) -> tuple[tuple[float, ...], list[tuple[tuple[int, ...], .
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     training.run(sharder.batch(0), 1)
     batch = sharder.batch(8)

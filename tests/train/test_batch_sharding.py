@@ -12,7 +12,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
 from moefold.parallel.context_parallel import sequence_positions
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parity
 
 def _loader(cfg: Config, part: str = "train") -> tuple[BatchSharder, ParallelGroups, Tensor]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     cp = groups.attn.cp
     positions = torch.as_tensor(sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, cp.size, cp.rank))
     return (

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.train.batch_sharding import BatchSharder
 from tests.verify.recipes import tiny
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 def test_each_tensor_of_a_batch_is_one_copy_without_a_wait(dtype):
     cfg = tiny(model={"mtp_layers": 1}, train={"global_batch_size": 8})
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     positions = torch.arange(cfg.train.seq_len)
     with fake_rank(cfg.parallel, 0) as groups:
         on_host = BatchSharder(

@@ -10,7 +10,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -109,7 +109,7 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sharder = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     # The first step creates moments and communication buffers.
     training.run(sharder.batch(0), 1)

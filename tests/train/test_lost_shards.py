@@ -18,7 +18,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.convert.init_from import load_initial_weights
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError, RunError
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
@@ -67,7 +67,7 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=True)
     loader = BatchSharder(data.train, cfg.batch_shape, groups, model.positions)
     evaluated, trained = [], []
@@ -84,7 +84,7 @@ def _by_hand(cfg: Config, batches: list[list[int]], held_out: list[list[int]]) -
 
 def _numbers(cfg: Config, part: str, count: int) -> list[int]:
     """The rows of the data that the samples 0 .. count-1 of the run are."""
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     return [int(getattr(data, part).origin(i).split()[1]) for i in range(count)]
 
 
@@ -107,7 +107,7 @@ def _evaluated(cfg: Config, lost: Callable[[int], bool], count: int = 6) -> list
 
 
 def len_of_validation(cfg: Config) -> int:
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     return len(data.validation)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import Config
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
@@ -115,18 +116,18 @@ def test_a_folder_of_checkpoints_and_a_file_are_not_checkpoints(tmp_path):
 def test_data_that_is_missing_is_refused(tmp_path):
     cfg = config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}")
     with pytest.raises(ConfigError, match=r"data\.path"):
-        check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+        check_data(DataRequest.of(cfg))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     cfg = config("model.vocab_size=100")
     with pytest.raises(ConfigError, match="vocab_size"):
-        check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+        check_data(DataRequest.of(cfg))
 
 
 def test_the_default_data_is_there():
     cfg = config()
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(DataRequest.of(cfg))
 
 
 def test_trackers_that_nobody_asks_for_need_no_package():

@@ -7,7 +7,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import RunError
 from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
@@ -38,7 +38,7 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
     with symmetric_memory():
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).open().train
     sharder = BatchSharder(data, cfg.batch_shape, groups, training.model.positions)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
@@ -93,7 +93,7 @@ def _evaluate(cfg: Config) -> list[str]:
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
     model = training.model
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
+    data = DataRequest(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).open().train
     batch = BatchSharder(data, cfg.batch_shape, groups, model.positions).batch(0)
     loss = model.stages[-1].loss
     errors = []

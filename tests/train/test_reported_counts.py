@@ -20,7 +20,7 @@ from moefold.config.base.part import make_part
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.cost.flops import train_flops_per_token
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.recipe import load_config
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
@@ -137,7 +137,7 @@ def test_tokens_equal_the_texts_under_every_mapping(
 def test_the_tokens_of_an_epoch_are_told_without_padding(tmp_path, make):
     words, expected = make(tmp_path)
     cfg = load_config(None, [*COMMON, *words, f"run.dir={tmp_path / 'run'}"])
-    data = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=0, align=cfg.align)
+    data = DataRequest(cfg.data, seq_len=S, vocab_size=256, seed=0, align=cfg.align).open()
     assert len(data.train) * S * data.train.fill_fraction == pytest.approx(expected, rel=1e-12)
 
 

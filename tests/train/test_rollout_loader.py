@@ -275,7 +275,7 @@ def _unshared_bytes(cfg: Config) -> int:
     """Bytes of the weights of the model that samples, of those that training has not."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trained = parallelize(cfg, groups)
-    sampler = RolloutModel(cfg, groups, trained)
+    sampler = RolloutModel(cfg, trained)
     sampler.update()
     pointers = {local_tensor(parameter).data_ptr() for parameter in trained.named_parameters.values()}
     sampled = [local_tensor(parameter) for parameter in sampler.model.named_parameters.values()]

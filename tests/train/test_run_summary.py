@@ -8,7 +8,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.recipe import load_config
 from moefold.train.rl import callbacks as module
 from moefold.train.run_summary import closing_lines, next_commands, startup_lines
@@ -23,8 +23,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def lines_of(cfg: Config) -> dict[str, str]:
-    sizes = {"seq_len": cfg.train.seq_len, "vocab_size": cfg.model.vocab_size, "seed": 0}
-    data = open_dataset(cfg.data, **sizes)
+    data = DataRequest.of(cfg).open()
     return dict(line.split(maxsplit=1) for line in startup_lines(cfg, "cpu", data.train, data.validation))
 
 

@@ -37,7 +37,7 @@ def _probe(cfg: Config) -> tuple[list[list[int]], list[bool]]:
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
     position = Position()
-    loader = DataLoader(cfg, groups, training.model.positions, position)
+    loader = DataLoader(cfg, training.model, position)
     loader.open(None)
     run = TrainingContext(Path(cfg.run.dir), groups, training, loader, position, StopSignals(announces=False))
     overrides = {number: ReplayedRouting(0) for number in training.model.moe_layers()}

@@ -17,8 +17,8 @@ from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.rank_pool import WorkerError
 from moefold.launch.signed_lines import Message
-from moefold.train.sites.callbacks import describe_wait, hash_of_ranks
 from moefold.train.sites.meeting import ROUNDS_SETTING, equal_settings
+from moefold.train.sites.rounds import describe_wait, hash_of_ranks
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from tests.models import edit_model

@@ -17,7 +17,7 @@ from moefold.checkpoint.save_load import load_checkpoint
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTrace
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -39,7 +39,7 @@ def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     load_checkpoint(Path(checkpoint), training.parameters, training.buffers, training.optimizer)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     return training.evaluate([BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(first_sample)])
 
 

@@ -8,9 +8,10 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
+from moefold.data.held_out import IndexRanges
 from moefold.data.sample import Sample, SampleSource
-from moefold.data.sampler import IndexRanges, SplitSampler
+from moefold.data.sampler import SplitSampler
 from moefold.model.transformer import Transformer, build_model
 from moefold.model.weight_init import init_weights
 from moefold.ops.documents import DocumentBounds
@@ -113,7 +114,7 @@ def _loss_of_known_bounds(cfg: Config) -> float:
     """Return this rank's loss of a step that gives every stage the bounds of its micro-batch."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, model.positions).batch(0)
     starts = batch.columns["document_starts"].chunk(cfg.num_micro_batches)
     assert batch.document_bounds == tuple(DocumentBounds.of_starts(x) for x in starts)

@@ -12,7 +12,7 @@ import torch
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.parallel import ParallelConfig
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.model.transformer import Transformer, build_model
 from moefold.model.weight_init import init_weights
 from moefold.verify.compare import compare_records, run_oracle
@@ -57,7 +57,7 @@ def _mapping(cfg: Config, num_steps: int, cache: str) -> DistributedRecord:
 def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path, **mapping)
-    split = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=cfg.run.seed).train
+    split = DataRequest(cfg.data, seq_len=S, vocab_size=256, seed=cfg.run.seed).open().train
     targets = [int(sample.weights.sum()) for sample in (split.annotated_sample(i) for i in range(4))]
     assert sum(targets[:2]) != sum(targets[2:]), "the ranks of dp must not have as many targets"
     ranks = pool.run(cfg.parallel.world_size, _mapping, cfg, 2, str(tmp_path))
@@ -130,7 +130,7 @@ def test_packed_conversations_equal_each_by_itself(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path)
     cfg = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0, z_loss=0.0))
-    batch = open_dataset(cfg.data, seq_len=S, vocab_size=256, seed=0).train.batch(0, 4)
+    batch = DataRequest(cfg.data, seq_len=S, vocab_size=256, seed=0).open().train.batch(0, 4)
     inputs, labels = torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
     weights, starts = batch.target_weights(), batch.document_starts()
     assert weights is not None

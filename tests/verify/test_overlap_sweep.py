@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -102,7 +102,7 @@ def _numbers(cfg: Config) -> list[float]:
     """Losses and gradient norm of one step."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     loader, training = (
         BatchSharder(data.train, cfg.batch_shape, groups, model.positions),
         TrainingStep(model, cfg),

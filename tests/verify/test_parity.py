@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
@@ -56,7 +56,7 @@ def _rows_per_expert(cfg: Config) -> set[int]:
     model = parallelize(cfg, create_groups(cfg))
     for layer in model.moe_layers().values():
         layer.experts.register_forward_pre_hook(lambda _, args: seen.update(args[0].tokens_per_expert))
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     model.forward_backward(BatchSharder(data.train, cfg.batch_shape, model.groups, model.positions).batch(0))
     return seen
 

@@ -28,6 +28,7 @@ from moefold.topology.layout import divisors
 if TYPE_CHECKING:
     from moefold.comm.groups import World
 
+
 RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 

@@ -20,7 +20,7 @@ from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.data.dataset import dataset_request, prepare
+from moefold.data.dataset import DataRequest
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.launch.memory_check import check_training
@@ -209,7 +209,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that are "
             "started on one machine; add --dry"
         )
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(DataRequest.of(cfg))
     check_device(cfg, "cpu")
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
@@ -217,7 +217,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     from moefold.train.memory_profile import measure_rank
     from moefold.verify import PRELOAD
 
-    prepare(**dataset_request(cfg))
+    DataRequest.of(cfg).prepare()
     world_size = cfg.parallel.world_size
     with WorkProgress("memory") as progress:
         progress.report(f"starting {world_size} ranks")

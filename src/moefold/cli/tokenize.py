@@ -26,7 +26,8 @@ def run(argv: list[str]) -> int:
     for name in ("processes", "shard_mb"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
-    from moefold.data.tokenize_job import ShardWriter, tokenize_files
+    from moefold.data.shard_writer import ShardWriter
+    from moefold.data.tokenize_job import tokenize_files
 
     writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column, arguments.skip_bad_rows)
     started_s = time.perf_counter()

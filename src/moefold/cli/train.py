@@ -12,7 +12,7 @@ from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import load_recipe
 from moefold.terminal import MULTILINE_CHARS, print_escaped, printable
 from moefold.train.run_summary import next_commands
-from moefold.train.start import RunSetup, choose_training_device, prepare_data, set_up_run
+from moefold.train.start import RunSetup, set_up_run
 from moefold.validate.config import check_config
 
 
@@ -76,13 +76,13 @@ def _report_finished(setup: RunSetup) -> None:
 def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
     """Start or join the ranks."""
     with report_on_local_rank0(rank_env):
-        device_type = choose_training_device(setup, rank_env)
-    prepare_data(setup, rank_env)
+        device_type = setup.choose_device(rank_env)
+    setup.prepare_data(rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.launch.ranks import run_ranks
     from moefold.train.worker import train_worker
 
-    main = partial(train_worker, setup.cfg, setup.messages)
+    main = partial(train_worker, setup)
     cfg = setup.folder.cfg
     return run_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
 

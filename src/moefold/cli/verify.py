@@ -21,7 +21,7 @@ from moefold.config.sections.rl import RLConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.data.dataset import dataset_request, prepare
+from moefold.data.dataset import DataRequest
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
@@ -104,7 +104,7 @@ def run(argv: list[str]) -> int:
         message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
     check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(DataRequest.of(cfg))
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
     cfg = replace(cfg, run=run)
@@ -147,7 +147,7 @@ def verify(
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
     notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes
     print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
-    prepare(**dataset_request(cfg))
+    DataRequest.of(cfg).prepare()
     with WorkProgress("verify") as progress:
         if base is not None:
             [alone] = run_distributed(base, steps, progress.report)

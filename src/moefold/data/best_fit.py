@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
 from moefold.config.sections.data import DataConfig
+from moefold.data.bin_packing import pack_best_fit
 from moefold.data.sample import Sample, SampleSource, packed_sample
-from moefold.data.sampler import TokenStream
-from moefold.data.sft import pack_best_fit
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_cache import cached_ids, npy_header
-from moefold.data.token_file import TokenFile, TokenFileStream, document_ends_path, read_npy_header
+from moefold.data.token_file import TokenFile, document_ends_path, read_npy_header
+from moefold.data.token_stream import TokenFileStream, TokenStream
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
 

@@ -1,53 +1,35 @@
-"""Open the data of a recipe: training samples, validation samples and the tokenizer; synthetic data."""
+"""Open the data of a recipe: training samples, validation samples and the tokenizer."""
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Self, cast
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.schema import Config
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.data import DataConfig
+from moefold.data.held_out import IndexRanges, split_samples
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
-from moefold.data.sampler import (
-    IndexAnnotatedSamples,
-    IndexRanges,
-    MixtureSampler,
-    PackedSamples,
-    Sampler,
-    SplitSampler,
-    split_samples,
-)
+from moefold.data.sampler import Sampler, SplitSampler
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
-from moefold.data.token_file import (
-    TokenFileSet,
-    TokenFileStream,
-    build_token_file_set,
-    compare_tokenizers,
-    read_npy_header,
-    token_files,
-)
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
-from moefold.integer_hash import draw_bits, hash_ints
+from moefold.integer_hash import hash_ints
 from moefold.message_text import Problem
 
 if TYPE_CHECKING:
     from moefold.data.sources.huggingface import TextTables
     from moefold.data.sources.text_source import Corpus
+    from moefold.data.token_file import TokenFile
+    from moefold.data.token_file_set import TokenFileSet
+
 
 logger = logging.getLogger(__name__)
-# The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
-_VALIDATION_ORDER = hash_ints(0)
-_VALIDATION = "validation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,104 +97,81 @@ class ProgramData:
                 )
 
 
-class DatasetRequest(TypedDict):
-    """Arguments of `open_dataset` and `prepare` that a recipe determines."""
+@dataclass(frozen=True, slots=True)
+class DataRequest:
+    """Settings of a recipe that determine its samples; every process with the same settings gets the same samples."""
 
     data: DataConfig
+    _: KW_ONLY
     seq_len: int
+    """train.seq_len, S. A sample has S + 1 tokens."""
     vocab_size: int
+    """model.vocab_size; every id is below it."""
     seed: int
-    align: AlignConfig
+    """run.seed; it determines the order of the training samples, and the whole data of kind "synthetic"."""
+    align: AlignConfig = field(default_factory=AlignConfig)
 
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        """Return the settings in a recipe."""
+        return cls(
+            cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
+        )
 
-def dataset_request(cfg: Config) -> DatasetRequest:
-    """Return the arguments that open the data of a recipe."""
-    return {
-        "data": cfg.data,
-        "seq_len": cfg.train.seq_len,
-        "vocab_size": cfg.model.vocab_size,
-        "seed": cfg.run.seed,
-        "align": cfg.align,
-    }
+    def open(self, token_file_set: "TokenFileSet | None" = None) -> Dataset:
+        """Open the samples.
 
+        Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
 
-def open_dataset(
-    data: DataConfig,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
-    token_file_set: TokenFileSet | None = None,
-    align: AlignConfig | None = None,
-) -> Dataset:
-    """Open the data of a recipe; every process that passes the same arguments gets the same samples.
+        Args:
+            token_file_set: the token files recorded when the run began; None: list the files now.
 
-    Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
+        Raises:
+            ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
+        """
+        return _DatasetBuilder(self, token_file_set=token_file_set).open()
 
-    Args:
-        seq_len: train.seq_len, S. A sample has S + 1 tokens.
-        vocab_size: model.vocab_size; every id is below it.
-        seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
-        token_file_set: the token files recorded when the run began; None: list the files now.
+    def prepare(self) -> Path | None:
+        """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
 
-    Raises:
-        ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
-    """
-    return _DatasetBuilder(
-        data, seq_len, vocab_size, seed, align or AlignConfig(), token_file_set=token_file_set
-    ).open()
+        Returns the file of tokenised text; None for kinds of data that need none, and for mixtures.
+        """
+        data = self.data
+        if data.kind == "tokens" and data.corrupt == "fatal":
+            from moefold.data.token_file import token_files
+            from moefold.data.token_stream import TokenFileStream
+            from moefold.data.tokenize_record import compare_tokenizers
 
-
-def prepare(
-    data: DataConfig,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
-    align: AlignConfig | None = None,
-) -> Path | None:
-    """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
-
-    Returns the file of tokenised text; None for kinds of data that need none, and for mixtures.
-    """
-    if data.kind == "tokens" and data.corrupt == "fatal":
-        files = token_files(data)
-        TokenFileStream(files, vocab_size=vocab_size).probe()
-        if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
-            logger.warning("%s", note)
-    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, align or AlignConfig(), is_first=True)
-    dataset = opener.open()
-    report_notes(dataset.tokenizer)
-    train = dataset.train
-    train.sample(train.next_sample_indices(0, 1)[0])
-    return opener.cached_path
+            files = token_files(data)
+            TokenFileStream(files, vocab_size=self.vocab_size).probe()
+            tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
+            if note := compare_tokenizers([file.path for file in files], tokenizer, data.tokenizer):
+                logger.warning("%s", note)
+        opener = _DatasetBuilder(self, is_first=True)
+        dataset = opener.open()
+        report_notes(dataset.tokenizer)
+        train = dataset.train
+        train.sample(train.next_sample_indices(0, 1)[0])
+        return opener.cached_path
 
 
 @dataclass(slots=True)
 class _DatasetBuilder:
-    """Arguments of `open_dataset`, and the results of its intermediate steps."""
+    """Opener of the data of a request, with the results of its intermediate steps."""
 
-    data: DataConfig
-    seq_len: int
-    vocab_size: int
-    seed: int
-    align: AlignConfig
+    request: DataRequest
     is_first: bool = False
     """This process opens the data before all others: it shows progress and logs skipped files."""
+    token_file_set: "TokenFileSet | None" = None
     cached_path: Path | None = None
-    token_file_set: TokenFileSet | None = None
     _skipped: Set[Path] = frozenset()
 
     def open(self) -> Dataset:
-        data = self.data
-        tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
+        request = self.request
+        data = request.data
+        tokenizer = load_tokenizer(data, vocab_size=request.vocab_size)
         if data.weights:
-            sources = [replace(self, data=replace(data, path=path, weights=())).open() for path in data.paths]
-            return Dataset(
-                MixtureSampler([source.train for source in sources], data.weights),
-                MixtureSampler([source.validation for source in sources], data.weights),
-                tokenizer,
-            )
+            return self._mixture(tokenizer)
         if self.token_file_set is None and data.drops_files:
             self.token_file_set = self._build_token_file_set()
         if self.token_file_set is None:
@@ -222,7 +181,7 @@ class _DatasetBuilder:
         if data.kind == "task":
             from moefold.data.synthetic_problems import open_task
 
-            training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)
+            training_problems, held_out = open_task(data, tokenizer, seq_len=request.seq_len, seed=request.seed)
             return Dataset(training_problems, held_out or NoSamples(), tokenizer)
         if data.kind == "prompts":
             raise ConfigError(NEEDS_RL)
@@ -230,117 +189,138 @@ class _DatasetBuilder:
             return Dataset(self._stream(tokenizer), self._held_out_split(tokenizer), tokenizer)
         source = self._source(tokenizer, data.split)
         if data.validation_split:
-            return Dataset(self._all_of(source), self._held_out_split(tokenizer), tokenizer)
+            return Dataset(self._training(source), self._held_out_split(tokenizer), tokenizer)
         training, validation = split_samples(len(source), data.validation_fraction)
+        return Dataset(self._training(source, training), _validation(source, validation), tokenizer)
+
+    def _mixture(self, tokenizer: Tokenizer) -> Dataset:
+        from moefold.data.mixture_sampler import MixtureSampler
+
+        data = self.request.data
+        parts = [replace(self.request, data=replace(data, path=path, weights=())) for path in data.paths]
+        sources = [replace(self, request=part).open() for part in parts]
         return Dataset(
-            SplitSampler(source, training, order_key=self._order_key),
-            SplitSampler(source, validation, order_key=_VALIDATION_ORDER, split_name=_VALIDATION),
+            MixtureSampler([source.train for source in sources], data.weights),
+            MixtureSampler([source.validation for source in sources], data.weights),
             tokenizer,
         )
 
-    def _build_token_file_set(self) -> TokenFileSet:
-        faults = corrupt_files(self.data)
-        skipped = {name for name, file in named_sources(self.data) if file in faults}
-        shards = build_token_file_set(self.data, vocab_size=self.vocab_size, skipped=skipped)
+    def _build_token_file_set(self) -> "TokenFileSet":
+        from moefold.data.token_file_set import build_token_file_set
+
+        data = self.request.data
+        faults = corrupt_files(data)
+        skipped = {name for name, file in named_sources(data) if file in faults}
+        shards = build_token_file_set(data, vocab_size=self.request.vocab_size, skipped=skipped)
         if self.is_first:
             report_skipped(faults | {Path(name): fault for name, fault in shards.dropped.items()})
         return shards
 
+    def _training(self, source: SampleSource, members: IndexRanges | None = None) -> SplitSampler:
+        return SplitSampler(source, members, order_key=self._order_key)
+
     @property
     def _order_key(self) -> int | None:
-        return hash_ints(self.seed) if self.data.shuffle else None
+        return hash_ints(self.request.seed) if self.request.data.shuffle else None
 
     def _source(self, tokenizer: Tokenizer, split: str) -> SampleSource:
-        data = self.data
+        request = self.request
+        data = request.data
         if data.kind == "program":
             raise ConfigError(NEEDS_PROGRAM)
         if data.kind == "synthetic":
+            from moefold.data.synthetic_samples import SyntheticSamples
+
             check_no_data_path(data)
             return SyntheticSamples(
-                seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len, document_end=data.document_end
+                seed=request.seed,
+                vocab_size=request.vocab_size,
+                seq_len=request.seq_len,
+                document_end=data.document_end,
             )
-        if data.kind == "tokens":
-            files = token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
-        else:
-            from moefold.data.token_cache import cached_tokens
+        from moefold.data.packed_samples import IndexAnnotatedSamples, PackedSamples
+        from moefold.data.token_stream import TokenFileStream
 
-            texts = _texts(data, split, self._skipped)
-            self.cached_path = cached_tokens(texts, tokenizer, shows_progress=self.is_first)
-            files = (read_npy_header(self.cached_path),)
+        files = self._token_files(tokenizer, split)
         dropped = () if self.token_file_set is None else self.token_file_set.dropped
-        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=dropped, is_indexed=data.document_index)
+        stream = TokenFileStream(files, vocab_size=request.vocab_size, dropped=dropped, is_indexed=data.document_index)
         if data.packing == "best_fit":
             from moefold.data.best_fit import recipe_best_fit
 
-            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len)
+            packed_documents = recipe_best_fit(data, stream, files, seq_len=request.seq_len)
             if self.is_first:
-                logger.warning("%s", packed_documents.counts.describe(self.seq_len + 1))
+                logger.warning("%s", packed_documents.counts.describe(request.seq_len + 1))
             return packed_documents
-        check_enough_tokens(len(stream), seq_len=self.seq_len)
+        check_enough_tokens(len(stream), seq_len=request.seq_len)
         if data.document_index:
-            return IndexAnnotatedSamples(stream, self.seq_len)
-        return PackedSamples(stream, self.seq_len, data.document_end)
+            return IndexAnnotatedSamples(stream, request.seq_len)
+        return PackedSamples(stream, request.seq_len, data.document_end)
 
-    def _all_of(self, source: SampleSource) -> SplitSampler:
-        return SplitSampler(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
+    def _token_files(self, tokenizer: Tokenizer, split: str) -> "tuple[TokenFile, ...]":
+        """Return the token files of the recipe, or the file with its tokenised text."""
+        from moefold.data.token_file import read_npy_header, token_files
+
+        data = self.request.data
+        if data.kind == "tokens":
+            return token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
+        from moefold.data.token_cache import cached_tokens
+
+        texts = _texts(data, split, self._skipped)
+        self.cached_path = cached_tokens(texts, tokenizer, shows_progress=self.is_first)
+        return (read_npy_header(self.cached_path),)
 
     def _held_out_split(self, tokenizer: Tokenizer) -> SplitSampler:
         """Return the split named by data.validation_split, which is cached, as it is read at every evaluation."""
-        if not self.data.validation_split:
-            return SplitSampler(
-                SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
-                IndexRanges(()),
-                order_key=None,
-                split_name=_VALIDATION,
-            )
-        source = self._source(tokenizer, self.data.validation_split)
-        return SplitSampler(
-            source, IndexRanges((range(len(source)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
-        )
+        if split := self.request.data.validation_split:
+            return _validation(self._source(tokenizer, split))
+        from moefold.data.synthetic_samples import SyntheticSamples
+
+        return _validation(SyntheticSamples(seed=0, vocab_size=1, seq_len=self.request.seq_len), IndexRanges(()))
 
     def _stream(self, tokenizer: Tokenizer) -> Sampler:
         from moefold.data.sources.huggingface import text_tables
         from moefold.data.streaming_sampler import StreamingSampler
 
-        texts = text_tables(self.data, self.data.split, self._skipped)
-        order_key = self._order_key
-        document_end = self.data.document_end
-        return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
+        data = self.request.data
+        return StreamingSampler(
+            text_tables(data, data.split, self._skipped),
+            tokenizer,
+            seq_len=self.request.seq_len,
+            order_key=self._order_key,
+            document_end=data.document_end,
+        )
 
     def _conversations(self, tokenizer: OffsetTokenizer) -> Dataset:
         """Return conversations for fine-tuning, also by rewards, or preference pairs."""
+        from moefold.data.conversations.conversation_cache import open_conversations
         from moefold.data.preference import pack_pairs, preference_reader
         from moefold.data.scored_conversations import conditioned_reader, open_rewards, rewarded_reader
-        from moefold.data.sft import open_conversations, pack_conversations
+        from moefold.data.sft import pack_conversations
 
-        data = self.data
-        sizes = {"seq_len": self.seq_len, "pad_id": tokenizer.separator_id or 0}
-        method = chosen_in(self.align, AlignmentPart)
-        reader = preference_reader(self.align) if data.kind == "preference" else None
+        data = self.request.data
+        align = self.request.align
+        sizes = {"seq_len": self.request.seq_len, "pad_id": tokenizer.separator_id or 0}
+        method = chosen_in(align, AlignmentPart)
+        reader = preference_reader(align) if data.kind == "preference" else None
         if method.prompt_template:
             reader = conditioned_reader(method)
         elif method.reward_column and data.skip_bad_rows:
             reader = rewarded_reader(method.reward_column)
         conversations = open_conversations(data, tokenizer, self._skipped, reader=reader, shows_progress=self.is_first)
-        training: SampleSource
-        validation: SampleSource
-        reference = None
         if data.kind == "preference":
-            pairs, validation = pack_pairs(data, self.align, conversations, **sizes, reports=self.is_first)
-            training = pairs
-            reference = pairs.reference
-        else:
-            select = None
-            if method.selects_rows:
-                rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped)
-                select = partial(method.select, rewards)
-            training, validation = pack_conversations(
-                data, conversations, **sizes, reports=self.is_first, select=select
-            )
-        held_out = SplitSampler(
-            validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
-        )
-        return Dataset(self._all_of(training), held_out, tokenizer, reference)
+            pairs, held_out_pairs = pack_pairs(data, align, conversations, **sizes, reports=self.is_first)
+            return Dataset(self._training(pairs), _validation(held_out_pairs), tokenizer, pairs.reference)
+        select = None
+        if method.selects_rows:
+            rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped)
+            select = partial(method.select, rewards)
+        training, validation = pack_conversations(data, conversations, **sizes, reports=self.is_first, select=select)
+        return Dataset(self._training(training), _validation(validation), tokenizer)
+
+
+def _validation(source: SampleSource, members: IndexRanges | None = None) -> SplitSampler:
+    # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
+    return SplitSampler(source, members, order_key=hash_ints(0), split_name="validation")
 
 
 def check_no_data_path(data: DataConfig) -> None:
@@ -370,45 +350,3 @@ def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "Corpus | TextTa
         return text_corpus(data.path, skipped)
     check_no_data_path(data)
     return python_docs_corpus()
-
-
-NUM_SAMPLES = 2**40
-JUMP_PROBABILITY = 0.1
-_NUM_STRIDES = 4
-
-
-class SyntheticSamples(SampleSource):
-    """Samples that count upwards by a stride, with random jumps; computed on demand.
-
-    The seed chooses four strides. Each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
-    probability 0.1, any token. A model first learns the four successors of each token, and then, with attention, which
-    stride the current sample uses.
-    """
-
-    def __init__(self, *, seed: int, vocab_size: int, seq_len: int, document_end: int = -1) -> None:
-        self.seq_len = seq_len
-        self.document_end = document_end
-        self.has_annotations = document_end >= 0
-        self.vocab_size = vocab_size
-        self._seed = seed
-        strides = draw_bits(hash_ints(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))
-        self._strides = strides.astype(np.int64) + 1
-
-    def __len__(self) -> int:
-        """Return a number of samples that no run reaches."""
-        return NUM_SAMPLES
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, int64 [seq_len + 1]."""
-        if not 0 <= number < NUM_SAMPLES:
-            raise IndexError(f"sample {number} is outside [0, {NUM_SAMPLES})")
-        length = self.seq_len + 1
-        key = hash_ints(self._seed, number)
-        bits = draw_bits(key, 2 * length)
-        position = np.arange(length, dtype=np.int64)
-        jumps = bits[:length] < np.uint64(int(JUMP_PROBABILITY * 2**64))
-        last_jump = np.maximum.accumulate(np.where(jumps, position, 0))
-        landed = (bits[length:] % np.uint64(self.vocab_size)).astype(np.int64)[last_jump]
-        stride = self._strides[hash_ints(key, length) % _NUM_STRIDES]
-        tokens: NDArray[np.int64] = (landed + stride * (position - last_jump)) % self.vocab_size
-        return tokens

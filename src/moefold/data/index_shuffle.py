@@ -40,3 +40,22 @@ class IndexShuffle:
             else:
                 column = (column + splitmix64(key ^ row)) % self._columns
         return row * self._columns + column
+
+
+class EpochOrder:
+    """Order of the members of a part of the data, by their index in the run; shuffled anew in each epoch."""
+
+    def __init__(self, length: int, key: int | None) -> None:
+        """Select the orders by a 64-bit key; None: the order of the data, in every epoch."""
+        self._length = length
+        self._key = key
+        self._shuffled: tuple[int, IndexShuffle] | None = None
+
+    def __call__(self, index: int) -> int:
+        """Return the member at an index of the run, in [0, length)."""
+        epoch, place = divmod(index, self._length)
+        if self._key is None:
+            return place
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            self._shuffled = (epoch, IndexShuffle(self._length, hash_ints(self._key, epoch)))
+        return self._shuffled[1](place)

@@ -16,17 +16,16 @@ from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import Message
-from moefold.data.conversations.conversation_format import parse_messages
-from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
-from moefold.data.scored_conversations import prompt_hash
-from moefold.data.sft import (
+from moefold.data.conversations.conversation_cache import (
     ConversationReader,
     ConversationToRender,
-    PackedMembers,
     TokenizedConversations,
-    conversation_location,
-    hold_out,
 )
+from moefold.data.conversations.conversation_format import parse_messages
+from moefold.data.held_out import hold_out
+from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
+from moefold.data.scored_conversations import prompt_hash
+from moefold.data.sft import PackedMembers, conversation_location
 from moefold.data.sources.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting

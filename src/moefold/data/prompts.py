@@ -10,8 +10,8 @@ from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, 
 from moefold.data.conversations.conversation_format import parse_messages
 from moefold.data.conversations.conversation_tokens import SkippedRows
 from moefold.data.conversations.reward_prompt import RewardPrompt
-from moefold.data.index_shuffle import IndexShuffle
-from moefold.data.sft import conversation_files
+from moefold.data.index_shuffle import EpochOrder
+from moefold.data.source_listing import conversation_files
 from moefold.data.sources.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul
@@ -68,20 +68,14 @@ class FilePrompts:
 
     def __init__(self, prompts: Sequence[Prompt], order_key: int | None) -> None:
         self.prompts = prompts
-        self._order_key = order_key
-        self._epoch_order: tuple[int, IndexShuffle] | None = None
+        self._order = EpochOrder(len(prompts), order_key)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def prompt(self, index: int) -> Prompt:
         """Return prompt `index` of the run."""
-        epoch, position = divmod(index, len(self.prompts))
-        if self._order_key is None:
-            return self.prompts[position]
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, IndexShuffle(len(self.prompts), hash_ints(self._order_key, epoch)))
-        return self.prompts[self._epoch_order[1](position)]
+        return self.prompts[self._order(index)]
 
 
 PromptSource = TaskPrompts | FilePrompts
@@ -144,46 +138,50 @@ def read_prompts(
     Raises:
         ConfigError: see `open_prompts`.
     """
-    skipped = SkippedRows(skips=data.skip_bad_rows)
-    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, reward_prompt), data, check, skipped))
+    reader = _PromptReader(data, tokenizer, reward_prompt, check)
+    prompts = list(reader.usable_prompts())
+    note = reader.skipped.note()
     if not prompts:
         raise ConfigError(
             f"{Setting('data.path', data.path)} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
-            + (f" ({note})" if (note := skipped.note()) else "")
+            + (f" ({note})" if note else "")
         )
-    if reports and (note := skipped.note()):
+    if reports and note:
         logger.warning("%s", note)
     return prompts
 
 
-def _usable_prompts(
-    reader: "_PromptReader", data: DataConfig, check: CheckPrompt | None, skipped: SkippedRows
-) -> Iterator[Prompt]:
-    """Yield the prompts of the rows that are not skipped; the first prompt determines the form of all prompts."""
-    first: Prompt | None = None
-    for path in conversation_files(data):
-        for record in jsonl_records(path, skipped.refuse):
-            try:
-                prompt = reader.read(record)
-                if first is not None:
-                    _check_alike(prompt, first)
-                if check is not None:
-                    check(prompt)
-            except ConfigError as error:
-                skipped.refuse(error)
-            else:
-                first = first or prompt
-                yield prompt
-
-
 class _PromptReader:
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
+    """Reader of the prompts of the files that data.path names."""
+
+    def __init__(
+        self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None, check: CheckPrompt | None
+    ) -> None:
+        self.skipped = SkippedRows(skips=data.skip_bad_rows)
         self._data = data
         self._tokenizer = tokenizer
         self._reward_prompt = reward_prompt
+        self._check = check
         self._template: ChatTemplate | None = None
 
-    def read(self, record: JsonlRecord) -> Prompt:
+    def usable_prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of the rows that are not skipped; the first prompt determines the form of all prompts."""
+        first: Prompt | None = None
+        for path in conversation_files(self._data):
+            for record in jsonl_records(path, self.skipped.refuse):
+                try:
+                    prompt = self._read(record)
+                    if first is not None:
+                        _check_alike(prompt, first)
+                    if self._check is not None:
+                        self._check(prompt)
+                except ConfigError as error:
+                    self.skipped.refuse(error)
+                else:
+                    first = first or prompt
+                    yield prompt
+
+    def _read(self, record: JsonlRecord) -> Prompt:
         """Return the prompt of a row; raise ConfigError if the row has no prompt, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
@@ -220,8 +218,7 @@ def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
 
 def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt | None = None) -> bool:
     """Return whether the first prompt that `read_prompts` reads is a conversation. Then all prompts are."""
-    skipped = SkippedRows(skips=data.skip_bad_rows)
-    first = next(_usable_prompts(_PromptReader(data, tokenizer, None), data, check, skipped), None)
+    first = next(_PromptReader(data, tokenizer, None, check).usable_prompts(), None)
     return first is not None and not isinstance(first.source, str)
 
 

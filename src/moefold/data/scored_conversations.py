@@ -17,18 +17,18 @@ from moefold.cache_dir import entry_key
 from moefold.config.groups.alignment import AlignmentPart, fill_template, parse_threshold
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import Message, load_chat_template
-from moefold.data.conversations.conversation_format import parse_conversation
-from moefold.data.conversations.conversation_tokens import RowReport
-from moefold.data.sft import FORMAT_VERSION as TOKENS_VERSION
-from moefold.data.sft import (
+from moefold.data.conversations.conversation_cache import FORMAT_VERSION as TOKENS_VERSION
+from moefold.data.conversations.conversation_cache import (
     ConversationReader,
     ConversationToRender,
-    ScaledMembers,
     Tokenization,
-    conversation_files,
     read_conversations,
     usable_records,
 )
+from moefold.data.conversations.conversation_format import parse_conversation
+from moefold.data.conversations.conversation_tokens import RowReport
+from moefold.data.sft import ScaledMembers
+from moefold.data.source_listing import conversation_files
 from moefold.data.sources.file_formats import JsonlRecord, jsonl_records, unknown_column_message
 from moefold.data.token_cache import cached_ids, npy_header
 from moefold.data.token_file import read_npy_header

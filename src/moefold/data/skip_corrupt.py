@@ -15,7 +15,6 @@ from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
-from moefold.data.token_file import open_document_ends, read_header
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting, format_list
 
@@ -61,6 +60,8 @@ def corrupt_files(data: DataConfig) -> dict[Path, str]:
 
 
 def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]:
+    from moefold.data.token_file import open_document_ends, read_header
+
     faults = {}
     for file in files:
         try:

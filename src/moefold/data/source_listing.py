@@ -9,11 +9,15 @@ from moefold.data.input_paths import (
     TOKEN_SUFFIXES,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    check_no_duplicates,
+    data_paths,
     existing_path,
     files_below,
     is_jsonl,
     name_below,
 )
+from moefold.errors import ConfigError
+from moefold.message_text import Setting
 from moefold.remote_path import is_remote
 
 
@@ -68,3 +72,13 @@ def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
     return not data.reads_rows or is_jsonl(file)
+
+
+def conversation_files(data: DataConfig) -> tuple[Path, ...]:
+    """Return the JSON lines files that data.path names, folders recursively."""
+    roots = data_paths(data.path, data.kind)
+    files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
+    if not files:
+        raise ConfigError(f"{Setting('data.path', roots[0]):s} holds no .jsonl file; name files of conversations")
+    check_no_duplicates(tuple(file.resolve() for file in files))
+    return files

@@ -4,12 +4,13 @@ from pathlib import Path
 
 from moefold.bounded_read import open_regular, parse_json
 from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import check_enough_tokens, check_no_data_path
+from moefold.data.dataset import DataRequest, check_enough_tokens, check_no_data_path
+from moefold.data.held_out import split_samples
 from moefold.data.input_paths import data_paths, files_below, is_jsonl
-from moefold.data.sampler import split_samples
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.sources.text_source import check_not_empty, is_text, python_docs_corpus
-from moefold.data.token_file import compare_tokenizers, open_document_ends, token_files
+from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.tokenize_record import compare_tokenizers
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
@@ -18,18 +19,20 @@ _FIRST_LINE_BYTES = 2**20
 """Maximum length of a first line that is parsed."""
 
 
-def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
+def check_data(request: DataRequest) -> None:
     """Check that data is not missing, empty, too small or beyond the model's vocabulary.
 
-    Only names, sizes, headers and the tokenizer are checked, not the data itself. `prepare` finds defects in the text
-    or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json). Only the
-    modules of the recipe's kind of data are imported.
+    Only names, sizes, headers and the tokenizer are checked, not the data itself. `DataRequest.prepare` finds defects
+    in the text or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json).
+    Only the modules of the recipe's kind of data are imported.
     """
+    data = request.data
+    seq_len = request.seq_len
     if data.kind == "huggingface":
         from moefold.data.sources.huggingface import check_package
 
         check_package()
-    tokenizer = load_tokenizer(data, vocab_size=vocab_size)
+    tokenizer = load_tokenizer(data, vocab_size=request.vocab_size)
     if data.kind == "program":
         return
     if data.kind == "task":
@@ -40,7 +43,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     if data.reads_rows:
         from moefold.data.conversations.chat import load_chat_template
-        from moefold.data.sft import conversation_files
+        from moefold.data.source_listing import conversation_files
 
         conversation_files(data)
         load_chat_template(data, tokenizer)
@@ -54,7 +57,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     if data.kind == "tokens":
         files = token_files(data, skipped_files(data))
-        compare_tokenizers(files, tokenizer, data.tokenizer)
+        compare_tokenizers([file.path for file in files], tokenizer, data.tokenizer)
         if data.document_index:
             for file in files:
                 open_document_ends(file.path, file.num_tokens)

@@ -36,18 +36,16 @@ from moefold.inference.settings import (
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (
     TEXT_NAMES,
-    TokenDataset,
-    check_dataset,
     check_made_by,
     encode_messages,
     encode_prompts,
     encode_text,
     open_chat_template,
-    open_ids,
     open_tokenizer,
     read_text,
     stop_token_ids,
 )
+from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
 from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.message_text import Problem, Setting, spelled_as

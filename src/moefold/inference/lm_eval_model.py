@@ -43,8 +43,8 @@ class MoefoldLM(TemplateLM):
         tokenizer = self._model.loaded.tokenizer
         assert tokenizer is not None
         self._text_tokenizer: Tokenizer = tokenizer
-        self._source, _ = self._settings.resolve(self._model.loaded.groups.world.size)
-        self._device = self._model.loaded.groups.device
+        self._source, _ = self._settings.resolve(self._model.loaded.model.groups.world.size)
+        self._device = self._model.loaded.model.groups.device
         self._end_ids = stop_token_ids(self._source, tokenizer)
         self._max_length = self._settings.max_length or self._source.context
         self._template: ChatTemplate | None = None

@@ -28,13 +28,12 @@ from moefold.validate.config import check_config
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One rank's shard of a model with its weights, tokenizer, mapping and groups."""
+    """One rank's shard of a model with its weights, tokenizer and mapping."""
 
     model: InferenceModel
     tokenizer: Tokenizer | None
     """None if no text is read or written."""
     parallel: ParallelConfig
-    groups: ParallelGroups
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[t
 def report_decoding(loaded: LoadedModel, run: RunConfig) -> None:
     """Print `decoding_notice` on stderr of the first rank, unless the user chose the kernels."""
     notice = decoding_notice(loaded.model)
-    if notice and loaded.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
+    if notice and loaded.model.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
         print_escaped(f"moefold: {notice}", file=sys.stderr)
 
 
@@ -78,4 +77,4 @@ def load_model(
             load_merged_weights(source.path, model.named_parameters, model.named_buffers)
         else:
             load_weights(source.path, model.named_parameters, model.named_buffers)
-    return LoadedModel(model, tokenizer, cfg.parallel, groups)
+    return LoadedModel(model, tokenizer, cfg.parallel)

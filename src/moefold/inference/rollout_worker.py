@@ -41,11 +41,11 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
                 GenerationEngine(loaded.model, job.settings, request.sampling),
                 reward,
                 tokenizer,
-                loaded.groups,
+                loaded.model.groups,
                 stop=stop_rule(job.task_cfg.data, job.task_cfg.reward, tokenizer),
                 max_tokens=request.max_tokens,
             )
-            shards = loaded.groups.attn.dp_cp.size
+            shards = loaded.model.groups.attn.dp_cp.size
             at_once = max(shards, ROUNDS_OF_SLOTS * job.settings.slots * shards // request.samples)
             for first in range(0, job.num_prompts, at_once):
                 indices = range(first, min(first + at_once, job.num_prompts))

@@ -17,7 +17,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import has_stop_string
+from moefold.inference.text_stream import has_stop_string
 from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup
 

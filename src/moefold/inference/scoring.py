@@ -19,7 +19,8 @@ from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.text import TokenDataset, has_stop_string
+from moefold.inference.text_stream import has_stop_string
+from moefold.inference.token_dataset import TokenDataset
 from moefold.model.loss import token_losses
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.terminal import print_escaped
@@ -63,10 +64,10 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     Sequences have at least two tokens. All tokens except the first can be scored.
     """
     model = loaded.model
-    device = loaded.groups.device
-    tp = loaded.groups.attn.tp.size
+    device = loaded.model.groups.device
+    tp = loaded.model.groups.attn.tp.size
     width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
-    dp = loaded.groups.attn.dp
+    dp = loaded.model.groups.attn.dp
     sequence_ids = range(dp.rank, len(request.sequences), dp.size)
     tokens = torch.zeros(len(sequence_ids), width, dtype=torch.int64)
     labels = torch.zeros_like(tokens)
@@ -92,10 +93,10 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
         own_scores[1] = (is_argmax | ~is_scored).all(0)
     model.wait_send()
     model.stage.set_positions(model.positions)
-    if loaded.groups.attn.tp.rank:
+    if loaded.model.groups.attn.tp.rank:
         # All tp ranks of the last stage have the same scores, so only one of them is used.
         scores.zero_()
-    sums, are_greedy = all_reduce_sum(scores, loaded.groups.world).tolist()
+    sums, are_greedy = all_reduce_sum(scores, loaded.model.groups.world).tolist()
     return [Score(total, bool(is_greedy)) for total, is_greedy in zip(sums, are_greedy, strict=True)]
 
 
@@ -132,7 +133,7 @@ class ServedModel:
                 self._generate(request)
 
     def _broadcast(self, request: ScoreRequest | GenerateRequest | None) -> ScoreRequest | GenerateRequest | None:
-        return broadcast_object(request, self.loaded.groups.world, 0)
+        return broadcast_object(request, self.loaded.model.groups.world, 0)
 
     def _generate(self, request: GenerateRequest) -> list[Completion]:
         tokenizer = self.loaded.tokenizer
@@ -146,7 +147,7 @@ class ServedModel:
             Request(prompt=prompt, prompt_number=i, max_tokens=request.max_tokens, eos_ids=request.eos_ids)
             for i, prompt in enumerate(request.prompts)
         ]
-        dp = self.loaded.groups.attn.dp
+        dp = self.loaded.model.groups.attn.dp
         settings = EngineSettings(slots=request.batch_size, cache_gib=0)
         engine = GenerationEngine(self.loaded.model, settings, request.sampling)
         completions = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
@@ -179,7 +180,7 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
     Each data-parallel rank runs micro_batch_size sequences at once. The first rank of the last stage writes the logits.
     """
     model = loaded.model
-    groups = loaded.groups
+    groups = loaded.model.groups
     train = model.stage.settings.train
     width = train.seq_len
     count = train.micro_batch_size
@@ -212,7 +213,7 @@ class LogitsFile:
     """
 
     def __init__(self, path: Path, loaded: LoadedModel, dataset: TokenDataset) -> None:
-        groups = loaded.groups
+        groups = loaded.model.groups
         self._path = path
         self._tmp_path = path.with_name(f".{path.name}.partial")
         self._dataset = dataset

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.comm.collectives import broadcast_object
-from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
 from moefold.config.sections.rl import RolloutConfig
 from moefold.config.sections.run import RunConfig
@@ -41,12 +41,11 @@ class VllmEngine:
         sizes: ModelConfig,
         train: TrainConfig,
         rollout: RolloutConfig,
-        groups: ParallelGroups,
         model: ParallelModel,
         *,
         records_routing: bool,
     ) -> None:
-        self._groups = groups
+        self._groups = model.groups
         self._server = vllm_server(run, train, rollout, returns_experts=records_routing)
         self._slots = rollout.slots
         self._sampling = SamplingParams(temperature=rollout.temperature, seed=run.seed)

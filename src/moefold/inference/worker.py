@@ -21,7 +21,9 @@ from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
 from moefold.inference.settings import eval_oom_hint, generate_oom_hint
-from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, has_stop_string, open_ids, open_tokenizer
+from moefold.inference.text import open_tokenizer
+from moefold.inference.text_stream import StopStringFilter, TextStream, has_stop_string
+from moefold.inference.token_dataset import TokenDataset, open_ids
 from moefold.terminal import MULTILINE_CHARS, printable
 
 
@@ -130,7 +132,7 @@ def _generate(
     report_decoding(loaded, job.cfg.run)
     if output is not None:
         output.begin()
-    dp = loaded.groups.attn.dp
+    dp = loaded.model.groups.attn.dp
     completions = GenerationEngine(loaded.model, job.settings, job.sampling).generate(
         job.requests[dp.rank :: dp.size],
         on_token,

@@ -14,9 +14,9 @@ from moefold.config.groups.policy import AdvantagePart
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RLConfig, RolloutConfig
 from moefold.config.sections.train import TrainConfig
+from moefold.data.bin_packing import pack_best_fit
 from moefold.data.prompts import Prompt
 from moefold.data.sample import Sample, SampleBatch, stack_samples
-from moefold.data.sft import pack_best_fit
 from moefold.rl.reward import is_mixed, length_penalty
 
 TRUNCATED = "length"

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def open_data(
-    cfg: Config, groups: ParallelGroups, model: ParallelModel, position: Position, data: "ProgramData | None"
+    cfg: Config, model: ParallelModel, position: Position, data: "ProgramData | None"
 ) -> tuple[DataLoader, list[StageCallback]]:
     """Return the data loader and the callbacks that need it. Collective."""
-    loader = DataLoader(cfg, groups, model.positions, position, data)
+    loader = DataLoader(cfg, model, position, data)
     callbacks: list[StageCallback] = [PeriodicEvaluation(cfg.train, cfg.run.steps)]
     if chosen_in(cfg.align, AlignmentPart).has_reference:
         from moefold.train.callbacks.preference_reference import ReferencePass
@@ -40,12 +40,7 @@ def open_data(
 
 
 def open_rollouts(
-    cfg: Config,
-    groups: ParallelGroups,
-    model: ParallelModel,
-    position: Position,
-    link: "JobLink | None",
-    resources: ExitStack,
+    cfg: Config, model: ParallelModel, position: Position, link: "JobLink | None", resources: ExitStack
 ) -> "tuple[RolloutLoader, list[StageCallback]]":
     """Return the source of rollouts and the callbacks that need it. Collective.
 
@@ -58,7 +53,7 @@ def open_rollouts(
 
     reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
     resources.enter_context(reward)
-    loader = RolloutLoader(cfg, groups, model, reward, position, link)
+    loader = RolloutLoader(cfg, model, reward, position, link)
     return loader, [
         RolloutRounds(loader),
         RewardEvaluation(loader, cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),
@@ -96,8 +91,9 @@ def recipe_callbacks(
         drain = checkpointing.saver.drain
         callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
     if cfg.sites.is_active:
-        from moefold.train.sites.callbacks import SiteEvaluation, SiteRounds
         from moefold.train.sites.meeting import equal_settings
+        from moefold.train.sites.outer_evaluation import SiteEvaluation
+        from moefold.train.sites.rounds import SiteRounds
 
         settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
         callbacks.append(SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings))

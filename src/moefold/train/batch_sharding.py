@@ -22,6 +22,7 @@ from moefold.parallel.batch import Batch
 if TYPE_CHECKING:
     from moefold.train.batch_placement import MicroBatchSetPlacer
 
+
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
 """Samples of one rank, and the weights of their targets, [count, 1 + mtp_layers, S]."""

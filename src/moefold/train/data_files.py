@@ -1,11 +1,13 @@
 """Data files of a run: their fingerprints, and the decision whether a checkpoint was trained on the same data."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.recipe_differences import (
     SampleOrder,
     data_order_change,
+    dropped_files,
     moved_data_message,
     with_recipe_file_names,
 )
@@ -18,6 +20,9 @@ from moefold.data.source_listing import named_sources
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.train.position import Position
+
+if TYPE_CHECKING:
+    from moefold.data.token_file_set import TokenFileSet
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class RunDataFiles:
         """Present fingerprints of the files."""
         self.initial = self.found.by_name
         """Fingerprints at the start of the run, for its checkpoints."""
-        self._drops_files = data.drops_files
+        self._data = data
         self._position = position
 
     def decide_restart(self, meta: CheckpointMeta) -> str:
@@ -83,7 +88,7 @@ class RunDataFiles:
 
         Call it before the state of the checkpoint is loaded.
         """
-        change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._drops_files)
+        change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._data.drops_files)
         self._position.restart_data(is_other=bool(change))
         return change
 
@@ -96,3 +101,36 @@ class RunDataFiles:
         found = with_recipe_file_names(meta, self.order, self.fingerprints)
         self.initial = found.data_files
         return found, moved_data_message(found, self.order)
+
+    def token_files(self, vocab_size: int, meta: CheckpointMeta | None) -> "TokenFileSet | None":
+        """Return the token files of the run, with its dropped files; None for other kinds of data. Collective.
+
+        Args:
+            meta: metadata of the checkpoint whose data the run continues; None for a new run.
+
+        Raises:
+            ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0. All files are lost.
+        """
+        if self._data.kind != "tokens":
+            return None
+        from moefold.data.token_file_set import TokenFileSet, build_token_file_set, check_same_files
+
+        world = current_world()
+        fingerprints = self.found.by_name
+        skipped = {name for name, value in fingerprints.items() if value == SKIPPED}
+        if meta is not None and meta.data_tokens:
+            reasons = {
+                name: meta.data_lost.get(name) or self.found.skip_reasons.get(name, why)
+                for name, why in dropped_files(meta, fingerprints).items()
+            }
+            known = TokenFileSet(meta.data_tokens, reasons)
+            if world.is_rank0:
+                earlier = {name for name, value in meta.data_files.items() if value == SKIPPED}
+                check_same_files(known, self._data, skipped=earlier | skipped)
+            # No rank opens a file before rank 0 has checked all of them.
+            world.all_gather_object(None)
+            return known
+        found = None
+        if world.is_rank0:
+            found = build_token_file_set(self._data, vocab_size=vocab_size, skipped=skipped)
+        return world.all_gather_object(found)[0]

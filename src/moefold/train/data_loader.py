@@ -3,30 +3,31 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.recipe_differences import dropped_files, sample_order
+from moefold.checkpoint.recipe_differences import sample_order
 from moefold.comm.collectives import all_reduce_sum
-from moefold.comm.groups import ParallelGroups, World, current_world
-from moefold.config.model import ModelConfig
+from moefold.comm.groups import current_world
 from moefold.config.schema import Config
-from moefold.config.sections.data import DataConfig
-from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
+from moefold.data.dataset import DataRequest, Dataset, ProgramData
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs
 from moefold.data.sampler import Sampler, StridedSampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
-from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.message_text import format_list
 from moefold.parallel.batch import Batch
+from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
-from moefold.train.data_files import DataFingerprints, RunDataFiles
+from moefold.train.data_files import RunDataFiles
 from moefold.train.position import Position
 from moefold.train.step_data import DataEvent
+
+if TYPE_CHECKING:
+    from moefold.data.token_file_set import TokenFileSet
+
 
 T = TypeVar("T")
 
@@ -42,12 +43,7 @@ class DataLoader:
     """Log-probabilities of preference data under the reference model; None for other data."""
 
     def __init__(
-        self,
-        cfg: Config,
-        groups: ParallelGroups,
-        positions: Tensor,
-        position: Position,
-        program_data: ProgramData | None = None,
+        self, cfg: Config, model: ParallelModel, position: Position, program_data: ProgramData | None = None
     ) -> None:
         """Fingerprint the data files. Collective.
 
@@ -55,8 +51,8 @@ class DataLoader:
             ConfigError: ranks see different files.
         """
         self._cfg = cfg
-        self._groups = groups
-        self._positions = positions
+        self._groups = model.groups
+        self._positions = model.positions
         self._program_data = program_data
         self._position = position
         self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
@@ -73,7 +69,7 @@ class DataLoader:
         """Open the samples of a run, continuing a checkpoint's samples if its data is the same. Collective.
 
         Raises:
-            ConfigError: as `open_dataset`, or all files are lost.
+            ConfigError: as `DataRequest.open`, or all files are lost.
         """
         cfg = self._cfg
         resumed_meta: CheckpointMeta | None = None
@@ -81,8 +77,8 @@ class DataLoader:
             self.message = f"the data restarts at sample 0: {change}"
         elif meta is not None:
             resumed_meta, self.message = self.files.resume(meta)
-        self._shards = resolve_token_files(cfg.model, cfg.data, self.files.found, resumed_meta, current_world())
-        data = self._program_data or open_dataset(**dataset_request(cfg), token_file_set=self._shards)
+        self._shards = self.files.token_files(cfg.model.vocab_size, resumed_meta)
+        data = self._program_data or DataRequest.of(cfg).open(self._shards)
         sites = cfg.sites
         self.train_sampler = data.train
         if sites.count > 1:
@@ -112,11 +108,11 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files, and the position in a stream, so that it need not be read from its start."""
-        shards = self._shards or TokenFileSet()
+        shards = self._shards
         return {
             "data_files": dict(self.files.initial),
-            "data_tokens": dict(shards.num_tokens),
-            "data_lost": dict(shards.dropped),
+            "data_tokens": {} if shards is None else dict(shards.num_tokens),
+            "data_lost": {} if shards is None else dict(shards.dropped),
             "stream": self.train_sampler.state(self._position.samples),
         }
 
@@ -229,38 +225,3 @@ class DataLoader:
 def _rank_and_host(rank: int) -> str:
     """Format a rank and its host for a message."""
     return f"rank {rank} (host {socket.gethostname()})"
-
-
-def resolve_token_files(
-    model: ModelConfig, data: DataConfig, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
-) -> TokenFileSet | None:
-    """Return the token files of a run, with its dropped files. Collective over the world.
-
-    Args:
-        meta: metadata of the checkpoint whose data the run continues; None for a new run.
-
-    Returns:
-        The token files; None for other kinds of data.
-
-    Raises:
-        ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0. All files are lost.
-    """
-    if data.kind != "tokens":
-        return None
-    skipped = {name for name, value in fingerprints.by_name.items() if value == SKIPPED}
-    if meta is not None and meta.data_tokens:
-        losses = dropped_files(meta, fingerprints.by_name)
-        reasons = {
-            name: meta.data_lost.get(name) or fingerprints.skip_reasons.get(name, why) for name, why in losses.items()
-        }
-        known = TokenFileSet(meta.data_tokens, reasons)
-        if world.is_rank0:
-            earlier = {name for name, value in meta.data_files.items() if value == SKIPPED}
-            check_same_files(known, data, skipped=earlier | skipped)
-        # No rank opens a file before rank 0 has checked all of them.
-        world.all_gather_object(None)
-        return known
-    found = None
-    if world.is_rank0:
-        found = build_token_file_set(data, vocab_size=model.vocab_size, skipped=skipped)
-    return world.all_gather_object(found)[0]

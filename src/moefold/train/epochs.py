@@ -8,7 +8,7 @@ from moefold.config.base.limits import MAX_STEPS
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.rl import RLConfig
-from moefold.data.dataset import dataset_request, open_dataset, prepare
+from moefold.data.dataset import DataRequest
 from moefold.data.sampler import StridedSampler
 from moefold.data.tokenizer import load_tokenizer
 from moefold.data.validate_source import check_data
@@ -65,16 +65,16 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
     if program_data is not None:
         return len(program_data.train)
     data = cfg.data
-    check_data(data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    request = DataRequest.of(cfg)
+    check_data(request)
     if cfg.is_rl:
         from moefold.data.prompts import open_prompts
         from moefold.rl.reward import check_columns
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
         return len(open_prompts(data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train)
-    request = dataset_request(cfg)
     if is_first and not data.drops_files:
-        prepare(**request)
-    samples = open_dataset(**request).train
+        request.prepare()
+    samples = request.open().train
     sites = cfg.sites
     return len(StridedSampler(samples, sites.count, sites.number) if sites.count > 1 else samples)

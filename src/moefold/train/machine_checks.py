@@ -18,6 +18,7 @@ from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
+from moefold.data.dataset import DataRequest
 from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
@@ -45,7 +46,7 @@ def check_machine(cfg: Config) -> None:
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
     check_packages(cfg.model, cfg.parallel, cfg.metrics)
     check_replay(cfg.run, cfg.model, cfg.moe, cfg.train)
-    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+    check_data(DataRequest.of(cfg))
     check_meeting_point(cfg.sites)
     check_offload_folder(cfg.train)
 

@@ -19,7 +19,7 @@ from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.cost.state_bytes import StateBytes, exchange_sizes
-from moefold.data.dataset import dataset_request, open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
@@ -64,7 +64,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     layout = fold_mapping(p)
     groups = ParallelGroups.create(layout, torch.device("cpu"))
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    data = open_dataset(**dataset_request(cfg))
+    data = DataRequest.of(cfg).open()
     batch = BatchSharder(data.train, cfg.batch_shape, groups, training.model.positions).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)

@@ -1,7 +1,7 @@
 """Start of a training run: the steps up to the moment when its ranks begin.
 
-`moefold train` and the Python API take these steps in the same order: `set_up_run`, `choose_training_device`,
-`prepare_data`, and then the ranks run `train_worker` or `train_on_rank`.
+`moefold train` and the Python API take these steps in the same order: `set_up_run`, `RunSetup.choose_device`,
+`RunSetup.prepare_data`, and then the ranks run `train_worker` or `train_on_rank`.
 """
 
 from dataclasses import asdict, replace
@@ -18,7 +18,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.data.dataset import NEEDS_PROGRAM, dataset_request, prepare
+from moefold.data.dataset import NEEDS_PROGRAM, DataRequest
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
@@ -67,6 +67,55 @@ class RunSetup(NamedTuple):
             return False
         manifest = read_manifest(self.resume)
         return not cfg.checkpoint.verify or not validate_hashes(self.resume, manifest, manifest)
+
+    def choose_device(self, rank_env: RankEnv | None) -> str:
+        """Return the device type, after a check of its features and its memory.
+
+        Raises:
+            ConfigError: the device cannot run the recipe.
+        """
+        cfg = self.folder.cfg
+        check = partial(_check_device, cfg, rank_env)
+        return choose_checked_device(cfg.run.device, cfg.num_job_ranks, rank_env, check)
+
+    def prepare_data(self, rank_env: RankEnv | None) -> None:
+        """Prepare the data and check the checkpoint to resume from, on one rank of each machine.
+
+        Raises:
+            ConfigError: the data cannot be read, or the checkpoint does not fit the recipe.
+        """
+        cfg = self.folder.cfg
+        if rank_env is not None and rank_env.local_rank != 0:
+            return
+        check_replay_content(cfg.run, cfg.moe)
+        if cfg.is_rl:
+            from moefold.rl.preflight import check_rollout_data
+
+            longest = check_rollout_data(cfg)
+            if cfg.rollout.uses_server:
+                check_vllm(cfg, rank_env, max_tokens=longest)
+            self._check_saved_rollouts()
+        elif cfg.data.kind != "program" and not cfg.data.drops_files:
+            # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
+            DataRequest.of(cfg).prepare()
+        check_compatible(self.resume, cfg, None if self.resume is None else fingerprint(cfg.data))
+        if self.resume is not None:
+            check_run_tokenizer(cfg.data, self.resume)
+
+    def _check_saved_rollouts(self) -> None:
+        """Check that the untrained rollouts of the checkpoint to resume from fit the batches of the recipe.
+
+        Raises:
+            ConfigError: the rollouts have other groups or batches.
+        """
+        if self.resume is None:
+            return
+        from moefold.rl.rollout_table import check_headers, table_headers
+
+        cfg = self.folder.cfg
+        meta = read_meta(self.resume)
+        if not data_order_change(meta, sample_order(cfg), fingerprint(cfg.data)):
+            check_headers(table_headers(meta.state_of("data").get("rl")), cfg.train, cfg.rl)
 
 
 def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "ProgramData | None" = None) -> RunSetup:
@@ -163,58 +212,6 @@ def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "Pro
                 f"train.eval_every={train.eval_every} needs validation samples; set it to 0, or pass "
                 "ProgramData(train, validation)"
             )
-
-
-def choose_training_device(setup: RunSetup, rank_env: RankEnv | None) -> str:
-    """Return the device type, after a check of its features and its memory.
-
-    Raises:
-        ConfigError: the device cannot run the recipe.
-    """
-    cfg = setup.folder.cfg
-    check = partial(_check_device, cfg, rank_env)
-    return choose_checked_device(cfg.run.device, cfg.num_job_ranks, rank_env, check)
-
-
-def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
-    """Prepare the data and check the checkpoint to resume from, on one rank of each machine.
-
-    Raises:
-        ConfigError: the data cannot be read, or the checkpoint does not fit the recipe.
-    """
-    cfg = setup.folder.cfg
-    if rank_env is not None and rank_env.local_rank != 0:
-        return
-    check_replay_content(cfg.run, cfg.moe)
-    if cfg.is_rl:
-        from moefold.rl.preflight import check_rollout_data
-
-        longest = check_rollout_data(cfg)
-        if cfg.rollout.uses_server:
-            check_vllm(cfg, rank_env, max_tokens=longest)
-        check_saved_rollouts(setup)
-    elif cfg.data.kind != "program" and not cfg.data.drops_files:
-        # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
-        prepare(**dataset_request(cfg))
-    check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
-    if setup.resume is not None:
-        check_run_tokenizer(cfg.data, setup.resume)
-
-
-def check_saved_rollouts(setup: RunSetup) -> None:
-    """Check that the untrained rollouts of the checkpoint to resume from fit the batches of the recipe.
-
-    Raises:
-        ConfigError: the rollouts have other groups or batches.
-    """
-    if setup.resume is None:
-        return
-    from moefold.rl.rollout_table import check_headers, table_headers
-
-    cfg = setup.folder.cfg
-    meta = read_meta(setup.resume)
-    if not data_order_change(meta, sample_order(cfg), fingerprint(cfg.data)):
-        check_headers(table_headers(meta.state_of("data").get("rl")), cfg.train, cfg.rl)
 
 
 def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:

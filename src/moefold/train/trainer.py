@@ -72,9 +72,9 @@ class Trainer:
         """Processes that make data, which end with the run."""
         self.data_loader: StepData
         if cfg.is_rl:
-            self.data_loader, own = open_rollouts(cfg, groups, model, self.position, link, self._resources)
+            self.data_loader, own = open_rollouts(cfg, model, self.position, link, self._resources)
         else:
-            self.data_loader, own = open_data(cfg, groups, model, self.position, data)
+            self.data_loader, own = open_data(cfg, model, self.position, data)
         self.checkpointing = Checkpointing(cfg, groups, history)
         own += recipe_callbacks(cfg, groups, self.checkpointing, callbacks, measures_kernels=model.autotuner.is_enabled)
         self.callbacks = tuple(sorted((*own, *callbacks), key=_stage_of))

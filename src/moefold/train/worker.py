@@ -39,7 +39,7 @@ from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
 from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
 from moefold.train.signals import StopSignals
-from moefold.train.start import choose_training_device, prepare_data, set_up_run
+from moefold.train.start import set_up_run
 from moefold.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -114,30 +114,26 @@ def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
     return TrainOutcome(0, run_dir, records[-1] if records else None, setup.resume)
 
 
-def train_worker(cfg: Config, messages: Sequence[str], rank_env: RankEnv, device_type: str) -> int:
+def train_worker(setup: "RunSetup", rank_env: RankEnv, device_type: str) -> int:
     """Join the job, train and leave; return the exit status of the job."""
-    return train_on_rank(cfg, messages, ProgramHooks(), rank_env, device_type).status
+    return train_on_rank(setup, ProgramHooks(), rank_env, device_type).status
 
 
-def train_on_rank(
-    cfg: Config, messages: Sequence[str], program: ProgramHooks, rank_env: RankEnv, device_type: str
-) -> TrainOutcome:
+def train_on_rank(setup: "RunSetup", program: ProgramHooks, rank_env: RankEnv, device_type: str) -> TrainOutcome:
     """Join the job, train and leave.
-
-    Args:
-        messages: lines to log before all others.
 
     Raises:
         ConfigError: training found an error in the recipe, in a job of one rank. In larger jobs, ranks print it and
             exit.
         RunError: the run failed, in a job of one rank or in a program's own process.
     """
+    cfg = setup.cfg
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
     with _join_job(cfg.faults, split, rank_env, device_type) as job:
-        run = _RankRun(cfg, (*messages, runtime_env_message(rank_env, device_type)), program, job)
+        run = _RankRun(cfg, (*setup.messages, runtime_env_message(rank_env, device_type)), program, job)
         return run.train() if job.link is None or not split.samples(job.rank) else run.sample(job.link)
 
 
@@ -346,8 +342,8 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
         setup = ranks.run_on_all_ranks(partial(set_up_run, recipe, rank_env, program.data))
         if finished := ranks.value_of_rank0(finished_outcome(setup)):
             return finished
-        device_type = ranks.run_on_all_ranks(partial(choose_training_device, setup, rank_env))
+        device_type = ranks.run_on_all_ranks(partial(setup.choose_device, rank_env))
         ranks.check_devices(device_type)
-        ranks.run_on_all_ranks(partial(prepare_data, setup, rank_env))
+        ranks.run_on_all_ranks(partial(setup.prepare_data, rank_env))
         with without_process_groups():
-            return train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)
+            return train_on_rank(setup, program, rank_env, device_type)

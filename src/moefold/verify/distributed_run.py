@@ -10,7 +10,7 @@ from moefold.comm.sharded_tensor import full_tensors
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.data.dataset import Dataset, ProgramData, dataset_request, open_dataset
+from moefold.data.dataset import DataRequest, Dataset, ProgramData
 from moefold.model.loss_function import LossFunction
 from moefold.model.weight_init import draw_adapter_outputs
 from moefold.parallel.parallel_model import ParallelModel
@@ -104,7 +104,7 @@ def run_on_groups(
 
 def open_samples(cfg: Config) -> Dataset:
     """Open the data of a recipe. The reference of pairs has a uniform distribution, because no pass computes it."""
-    dataset = open_dataset(**dataset_request(cfg))
+    dataset = DataRequest.of(cfg).open()
     if dataset.reference is not None:
         dataset.reference.fill_uniform(cfg.model.vocab_size)
     return dataset

@@ -93,7 +93,7 @@ def marked(mappings: Sequence[dict[str, Any]], fast: Sequence[int]) -> list[Any]
 def run_on_mapping(path: Path, mapping: dict[str, Any]) -> dict[int, Completion]:
     """The completions of this rank's requests by their index, from an inference model."""
     loaded = opened(path, "generate", mapping | {"dtype": "float64"}, 96, 1)
-    mine = own_requests(loaded.groups)
+    mine = own_requests(loaded.model.groups)
     engine = GenerationEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED)
     return dict(zip(mine, engine.generate([REQUESTS[i] for i in mine]), strict=True))
 
@@ -120,7 +120,7 @@ def refusal(path: Path, mapping: dict[str, Any]) -> str:
     loaded = opened(path, "generate", mapping, 96, 1)
     settings = EngineSettings(cache_gib=1.5 * model_cache_sizes(loaded.model).kv_bytes(PAGE_POSITIONS) / 2**30)
     requests = [Request(prompt=(1,), max_tokens=2)]
-    if loaded.groups.attn.dp_cp.rank == loaded.groups.attn.dp_cp.size - 1:
+    if loaded.model.groups.attn.dp_cp.rank == loaded.model.groups.attn.dp_cp.size - 1:
         requests.append(Request(prompt=(1,) * PAGE_POSITIONS, max_tokens=3))
     with pytest.raises(ConfigError) as error:
         GenerationEngine(loaded.model, settings, SAMPLED).generate(requests)

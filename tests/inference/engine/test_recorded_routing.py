@@ -81,7 +81,7 @@ def test_shared_and_preempted_prompts_have_the_choices_of_the_whole_text(pool, o
 def on_mapping(path: Path, mapping: dict[str, Any]) -> tuple[tuple[int, ...], dict[int, Completion]]:
     """The MoE layers of this rank, and the completions of its requests."""
     loaded = opened(path, "generate", mapping | WIDE, 96, 1)
-    mine = own_requests(loaded.groups)
+    mine = own_requests(loaded.model.groups)
     engine = GenerationEngine(loaded.model, EngineSettings(slots=2, pass_tokens=32), SAMPLED, records_routing=True)
     completions = engine.generate([REQUESTS[i] for i in mine])
     return tuple(loaded.model.stage.moe_layers()), dict(zip(mine, completions, strict=True))

@@ -32,7 +32,7 @@ def answers(folder: Path, mapping: dict[str, Any]) -> list[list[NewToken]]:
     engine = GenerationEngine(loaded.model, EngineSettings(slots=4), SamplingParams())
     tokens: dict[int, list[NewToken]] = {}
     with engine.open(32, JsonGrammars(ByteTokenizer(), loaded.model.stage.config.vocab_size).start) as generation:
-        loop = EngineLoop(generation, loaded.groups)
+        loop = EngineLoop(generation, loaded.model.groups)
 
         def deliver(new: NewToken) -> None:
             tokens.setdefault(new.request_id, []).append(new)
@@ -46,7 +46,7 @@ def answers(folder: Path, mapping: dict[str, Any]) -> list[list[NewToken]]:
             )
             for i, rules in enumerate((None, *RULES))
         ]  # fmt: skip
-        if loaded.groups.rank == 0:
+        if loaded.model.groups.rank == 0:
             loop.submit(requests, deliver)
         loop.run()
     return [tokens[number] for number in sorted(tokens)]

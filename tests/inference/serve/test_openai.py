@@ -49,7 +49,7 @@ def serving(model: Path, **options: Any) -> Iterator[str]:
     with GenerationEngine(loaded.model, job.settings, SamplingParams()).open(
         job.num_pages, grammars.start
     ) as generation:
-        loop = EngineLoop(generation, loaded.groups)
+        loop = EngineLoop(generation, loaded.model.groups)
         url = url_of(listener)
         http, sockets = make_server(CompletionServer(job, tokenizer, loop, grammars).app(), listener)
         threads = [threading.Thread(target=http.run, kwargs={"sockets": sockets}), threading.Thread(target=loop.run)]

@@ -8,7 +8,7 @@ import pytest
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.serve.openai_requests import parse_request
 from moefold.inference.serve.request_fields import ApiError
-from moefold.inference.text import StopStringFilter
+from moefold.inference.text_stream import StopStringFilter
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 

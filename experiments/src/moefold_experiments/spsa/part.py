@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moefold.parallel.parallel_model import ParallelModel
     from moefold_experiments.spsa.passes import ForwardPasses
 
+
 BYTES_PER_PARAM = 26
 """Memory traffic: the weight is read and written for each pass and for the update, and the copy written. Normal
 numbers, which stay in the cache of a CPU, are not counted."""

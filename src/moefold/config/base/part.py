@@ -27,6 +27,7 @@ from moefold.message_text import Problem
 if TYPE_CHECKING:
     from moefold.config.base.small_sizes import SmallSizes
 
+
 Built = TypeVar("Built")
 
 

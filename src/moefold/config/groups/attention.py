@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
+
 LinearFormula = Callable[[Mapping[str, "Tensor"], "Tensor", float], "Tensor"]
 """Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
 epsilon of norms -> its output [S, H]."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moefold.config.sections.moe import MoEConfig
     from moefold.config.sections.parallel import ParallelConfig
 
+
 HOPPER_CAPABILITY = (9, 0)
 
 

@@ -9,6 +9,7 @@ from moefold.config.base.part import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 QueueEntry = tuple[float, int, tuple[int, int, int]]
 """Routed token of an expert: probability, index of the token in the micro-batch; sample, position and choice."""
 

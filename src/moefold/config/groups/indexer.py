@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
+
 INDEX_BYTES = 4
 """Bytes of the index of a selected key, int32."""
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}

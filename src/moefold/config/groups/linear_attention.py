@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moefold.config.base.small_sizes import SmallSizes
     from moefold.config.groups.layer_sizes import LayerSizes
 
+
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention: products within chunks grow with it, the number of steps falls with it."""
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]

@@ -386,7 +386,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         engine = GenerationEngine(loaded.model, job.settings, SamplingParams())
         grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
         with engine.open(job.num_pages, grammars.start) as generation:
-            loop = EngineLoop(generation, loaded.groups)
+            loop = EngineLoop(generation, loaded.model.groups)
             if listener is not None:
                 url = url_of(listener)
                 _start_http(CompletionServer(job, tokenizer, loop, grammars, log), loop, listener)

@@ -27,7 +27,8 @@ from moefold.inference.serve.tool_calls import (
     find_format,
     forced_schema,
 )
-from moefold.inference.text import StopStringFilter, TextStream, encode_prompts, open_chat_template, stop_token_ids
+from moefold.inference.text import encode_prompts, open_chat_template, stop_token_ids
+from moefold.inference.text_stream import StopStringFilter, TextStream
 
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from moefold.inference.serve.openai_requests import ToolUse
 from moefold.inference.serve.request_fields import ApiError
-from moefold.inference.text import StopStringFilter
+from moefold.inference.text_stream import StopStringFilter
 
 
 class Call(NamedTuple):

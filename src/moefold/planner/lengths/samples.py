@@ -138,7 +138,7 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     """Read the document lengths of the first samples that a run trains on."""
     # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
     from moefold.convert.run_config import config_of_run
-    from moefold.data.dataset import dataset_request, open_dataset
+    from moefold.data.dataset import DataRequest
 
     cfg = config_of_run("--lengths", folder)
     check_documents(cfg.data, cfg.rl, str(folder))
@@ -148,7 +148,7 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
             f"{Setting('--seq-len')} is {seq_len}; its documents were cut at the ends of its samples: choose the same "
             "length, or name a file of lengths"
         )
-    data = open_dataset(**dataset_request(cfg)).train
+    data = DataRequest.of(cfg).open().train
     indices = data.next_sample_indices(0, min(len(data), MAX_RUN_SAMPLES))
     found = [_document_lengths(data.annotated_sample(index), seq_len) for index in indices]
     return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))

@@ -62,26 +62,26 @@ def sampling_rank_of(split: JobSplit, training_rank: int) -> int:
     return split.sampling_ranks[training_rank % split.num_sampling]
 
 
+def _shardings(cfg: Config) -> tuple[WeightSharding, WeightSharding]:
+    """Return the sharding of the weights on the training ranks, and on the sampling ranks."""
+    return (
+        WeightSharding.from_config(cfg, for_training=True),
+        WeightSharding.from_config(rollout_config(cfg), for_training=False),
+    )
+
+
 class RemoteRollouts:
     """Orders rounds from the ranks that only sample, which work while this rank trains."""
 
-    def __init__(
-        self,
-        source: WeightSharding,
-        target: WeightSharding,
-        groups: ParallelGroups,
-        model: ParallelModel,
-        link: JobLink,
-        start: SamplingStart,
-    ) -> None:
+    def __init__(self, cfg: Config, model: ParallelModel, link: JobLink, start: SamplingStart) -> None:
         self._link = link
-        self._groups = groups
+        self._groups = model.groups
         self._sends: deque[tuple[int, list[PendingSend]]] = deque()
-        self._is_first_rank = groups.rank == 0
+        self._is_first_rank = self._groups.rank == 0
         self.num_ordered = 0
-        groups.recorder.set_phase("joining the ranks that sample")
+        self._groups.recorder.set_phase("joining the ranks that sample")
         starts = self._to_all(start)
-        self._weights = WeightSender(model, source, target, link)
+        self._weights = WeightSender(model, *_shardings(cfg), link)
         for send in starts:
             send.wait()
 
@@ -142,11 +142,9 @@ class SamplingWorker:
         check = check_columns(cfg.data, cfg.reward)
         self._prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check).train
         model = InferenceModel.build(sampled, groups)
-        source = WeightSharding.from_config(cfg, for_training=True)
-        target = WeightSharding.from_config(sampled, for_training=False)
-        self._receiver = WeightReceiver(model, source, target, link)
+        self._receiver = WeightReceiver(model, *_shardings(cfg), link)
         self._reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
-        self._sampler = RoundSampler(cfg, model, groups, self._reward, tokenizer)
+        self._sampler = RoundSampler(cfg, model, self._reward, tokenizer)
         self._position = PromptPosition(0)
         self._served = [rank for rank in link.split.training_ranks if sampling_rank_of(link.split, rank) == link.rank]
         self._sends: deque[list[PendingSend]] = deque()

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.recipe_differences import sample_order
-from moefold.comm.groups import ParallelGroups
 from moefold.comm.trainer_sampler_link import JobLink
 from moefold.config.schema import Config
-from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.objectives.recipe_loss import loss_columns
@@ -28,7 +26,6 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup, pack_step
 from moefold.rl.rollout_table import TABLE_KEY
-from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
 from moefold.train.position import Position
@@ -86,17 +83,10 @@ class RolloutLoader:
     """Groups of the last step's batch; with rollout.ranks on the first rank only."""
 
     def __init__(
-        self,
-        cfg: Config,
-        groups: ParallelGroups,
-        model: ParallelModel,
-        reward: Reward,
-        position: Position,
-        link: JobLink | None,
+        self, cfg: Config, model: ParallelModel, reward: Reward, position: Position, link: JobLink | None
     ) -> None:
         """Fingerprint the prompt files. Collective."""
         self._cfg = cfg
-        self._groups = groups
         self._position = position
         self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
         self.events: list[DataEvent] = []
@@ -106,9 +96,9 @@ class RolloutLoader:
             self._capture = LogProbCapture(cfg.rollout.temperature, tuple(model.stages[-1].loss.terms))
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
-        self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
-        self.kl_reference = KLReference(cfg.rl, model, partial(ReferenceModel, cfg, groups))
-        self.train_sharder = BatchBuilder(cfg.batch_shape, groups, model.positions)
+        self.sampling = LocalSampling(cfg, model, reward, self._tokenizer)
+        self.kl_reference = KLReference(cfg.rl, model, partial(ReferenceModel, cfg, model.groups))
+        self.train_sharder = BatchBuilder(cfg.batch_shape, model.groups, model.positions)
         self._loaded: dict[str, Any] | None = None
         self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
@@ -132,7 +122,7 @@ class RolloutLoader:
         self.validation_sampler = PromptCatalog(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
-        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, self._groups.attn.dp.rank)
+        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, self._model.groups.attn.dp.rank)
         self._steps = RoundSteps(
             cfg.train,
             cfg.rl,
@@ -148,11 +138,7 @@ class RolloutLoader:
         """Return the source of the rounds: this rank, or the ranks of rollout.ranks."""
         if self._link is None:
             return LocalRollouts(self.sampling.sampler, self.sampling.model.update, prompts)
-        source = WeightSharding.from_config(self._cfg, for_training=True)
-        target = WeightSharding.from_config(rollout_config(self._cfg), for_training=False)
-        return RemoteRollouts(
-            source, target, self._groups, self._model, self._link, SamplingStart(self.files.fingerprints)
-        )
+        return RemoteRollouts(self._cfg, self._model, self._link, SamplingStart(self.files.fingerprints))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the headers of the rollouts and the state of the reference model, for `load_tensors`."""
@@ -174,7 +160,7 @@ class RolloutLoader:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference model after a reset, and on the first rank the rows of the rollouts."""
-        return self.kl_reference.tensors() | (self.queue.tensors() if self._groups.rank == 0 else {})
+        return self.kl_reference.tensors() | (self.queue.tensors() if self._model.groups.rank == 0 else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files, the state of the reference model, and the headers of the rollouts."""

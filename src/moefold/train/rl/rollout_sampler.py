@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource
 from moefold.data.sampler import next_indices
@@ -46,7 +45,6 @@ class RoundSampler:
         self,
         cfg: Config,
         model: InferenceModel | ParallelModel,
-        groups: ParallelGroups,
         reward: Reward,
         tokenizer: Tokenizer,
         *,
@@ -63,7 +61,7 @@ class RoundSampler:
             ),
             reward,
             tokenizer,
-            groups,
+            model.groups,
             stop=stop_rule(cfg.data, cfg.reward, tokenizer),
             max_tokens=cfg.rollout.max_tokens,
         )

@@ -27,20 +27,19 @@ from moefold.validate.exactness import inexact_settings, replays_routing
 
 
 class RolloutModel:
-    """The sampling model `model`, the process groups `groups` of its mapping, and its recipe `cfg`."""
+    """The sampling model `model`, and its recipe `cfg`."""
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, trained: ParallelModel) -> None:
+    def __init__(self, cfg: Config, trained: ParallelModel) -> None:
         """Build a second model if the recipe has another mapping for sampling. Collective."""
         self.model: ParallelModel | InferenceModel = trained
-        self.groups = groups
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
         self._vllm: VllmEngine | None = None
         if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
-            self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)
-            self.model = InferenceModel.build(self.cfg, self.groups)
+            groups = ParallelGroups.create(layout, trained.groups.device, trained.groups.recorder)
+            self.model = InferenceModel.build(self.cfg, groups)
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:
@@ -56,7 +55,6 @@ class RolloutModel:
                 self.cfg.model,
                 self.cfg.train,
                 self.cfg.rollout,
-                self.groups,
                 self.model,
                 records_routing=records_routing,
             )
@@ -72,7 +70,7 @@ class RolloutModel:
             return self._vllm.update()
         if self._transfer is None:
             return 0.0
-        self.groups.recorder.set_phase("copying the weights to the mapping of sampling")
+        self.model.groups.recorder.set_phase("copying the weights to the mapping of sampling")
         return self._transfer.run().seconds
 
 
@@ -153,11 +151,9 @@ class LocalSampling:
     The constructor is collective.
     """
 
-    def __init__(
-        self, cfg: Config, groups: ParallelGroups, model: ParallelModel, reward: Reward, tokenizer: Tokenizer
-    ) -> None:
-        self.model = sampling = RolloutModel(cfg, groups, model)
-        device = groups.device
+    def __init__(self, cfg: Config, model: ParallelModel, reward: Reward, tokenizer: Tokenizer) -> None:
+        self.model = sampling = RolloutModel(cfg, model)
+        device = model.groups.device
         has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
         inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
         # Ranks on other machines may have other kernels.
@@ -169,15 +165,13 @@ class LocalSampling:
         if replays:
             stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
             layers = [number for stage in stages for number in stage.moe_layers()]
-            self.replay = RolloutReplay(model, sampling.groups, layers, cfg.model)
+            self.replay = RolloutReplay(model, sampling.model.groups, layers, cfg.model)
         engine = sampling.engine(records_routing=replays)
-        self.sampler = RoundSampler(
-            cfg, sampling.model, sampling.groups, reward, tokenizer, records_routing=replays, engine=engine
-        )
+        self.sampler = RoundSampler(cfg, sampling.model, reward, tokenizer, records_routing=replays, engine=engine)
         self.evaluator = self.sampler
         if cfg.rl.staleness and sampling.model is not model:
             # The second model has older weights by then, or is on other ranks.
-            self.evaluator = RoundSampler(cfg, model, groups, reward, tokenizer)
+            self.evaluator = RoundSampler(cfg, model, reward, tokenizer)
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
         """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`. Collective."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm import async_collectives
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
+from moefold.data.dataset import DataRequest
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.verify.distributed_run import create_groups
@@ -19,7 +19,7 @@ def exchanged_bytes(cfg: Config) -> int:
     """Bytes of the tokens that this rank passes to all-to-all in one step, forward and backward."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
+    data = DataRequest.of(cfg).open()
     sizes = []
     begin = async_collectives.begin_all_to_all
 

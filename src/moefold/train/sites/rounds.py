@@ -1,9 +1,8 @@
-"""Callbacks of a run with sites: the rounds that exchange weights, and the metrics of a round."""
+"""Rounds of a run with sites: each exchanges weights with the other sites and takes an outer step."""
 
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
 from moefold.config.model import ModelConfig
@@ -29,7 +29,7 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import RoundCalendar, recipe_fragments, shortest_gap
+from moefold.topology.fragments import RoundCalendar
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.signals import SIGNALS
 from moefold.train.sites.meeting import Arrival, SiteMeeting
@@ -69,6 +69,24 @@ class _RunningExchange:
     round: SiteRound
     exchange: "Future[ExchangeResult] | None"
     """Result of the exchange; None in a round of one site."""
+
+    def wait(self, recorder: FlightRecorder) -> tuple[ExchangeResult | None, str]:
+        """Wait for the exchange of this rank and return its result, or the reason of its failure."""
+        if self.exchange is None:
+            vector, num_coded, num_gathered = self.sent
+            gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
+            return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
+        try:
+            while True:
+                try:
+                    return self.exchange.result(WAIT_S), ""
+                except TimeoutError:
+                    if self.exchange.done():
+                        raise
+                    # Every part of the exchange has its own time limit.
+                    recorder.note_progress()
+        except (RuntimeError, MeetError, TimeoutError) as error:
+            return None, f"the exchange with {describe_sites(self.round.members)} failed: {first_line(error)}"
 
 
 class SiteRounds(StageCallback):
@@ -303,7 +321,7 @@ class SiteRounds(StageCallback):
         differences = running.differences
         waiting_since_s = time.perf_counter()
         outer = outer_of(context)
-        exchanged, failure = _result(running, context)
+        exchanged, failure = running.wait(context.groups.recorder)
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None and not self._vote(context, self._meeting, differences, failure):
             return
@@ -397,25 +415,6 @@ def _hash(value: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _result(running: _RunningExchange, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
-    """Wait for an exchange of this rank and return its result, or the reason of its failure."""
-    if running.exchange is None:
-        vector, num_coded, num_gathered = running.sent
-        gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
-        return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
-    try:
-        while True:
-            try:
-                return running.exchange.result(WAIT_S), ""
-            except TimeoutError:
-                if running.exchange.done():
-                    raise
-                # Every part of the exchange has its own time limit.
-                context.groups.recorder.note_progress()
-    except (RuntimeError, MeetError, TimeoutError) as error:
-        return None, f"the exchange with {describe_sites(running.round.members)} failed: {first_line(error)}"
-
-
 def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
     """Return two sums of squares over the routers of this rank, each logical element counted once.
 
@@ -443,79 +442,3 @@ def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]
     """Return the sums of numbers over the ranks of the site. Collective."""
     local = torch.tensor(numbers, dtype=torch.float64, device=context.groups.device)
     return all_reduce_sum(local, context.groups.world).tolist()
-
-
-class SiteEvaluation(StageCallback):
-    """Callback that adds to the metrics of steps with a round.
-
-    `eval_loss` is the loss of the outer weights if the step is evaluated, which costs a second evaluation where the
-    site's own weights differ from them. `spike` is the value of the round before.
-    """
-
-    stage = CallbackStage.OUTER_EVALUATION
-
-    def __init__(self, model: ModelConfig, sites: SitesConfig) -> None:
-        self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
-
-    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Add to the metrics of the round, if the step has one. Collective."""
-        self._spike.add(step.result.loss)
-        if step.sites is None:
-            return step
-        sites = step.sites | {"spike": self._spike.last}
-        # A round that began before a resume has fewer metrics.
-        if sites.get("skipped") is None:
-            self._spike.mark()
-        if step.eval_loss is not None:
-            sites["eval_loss"] = self._evaluate(context, step.eval_loss)
-        return replace(step, sites=sites)
-
-    def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
-        """Return the validation loss of the outer weights, or None if a signal interrupted the evaluation."""
-        outer = outer_of(context)
-        if not any(current_world().all_gather_object(self._swap(context, outer))):
-            return own_loss
-        eval_loss, _ = context.training.evaluate_or_stop(context.data.eval_batches(), lambda: context.stop.flags)
-        self._swap(context, outer)
-        return eval_loss
-
-    @staticmethod
-    def _swap(context: TrainingContext, outer: OuterOptimizer) -> bool:
-        reshard_parameters(context.training.model.stages)
-        return outer.swap_weights()
-
-
-STEPS = 5
-"""Most steps before and after a round whose mean losses are compared."""
-
-
-class LossSpike:
-    """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
-
-    Args:
-        gap: minimum number of steps between two rounds. No more steps are compared.
-    """
-
-    def __init__(self, gap: int) -> None:
-        self._num_steps = min(STEPS, gap)
-        self._losses: deque[float] = deque(maxlen=self._num_steps)
-        self._before: float | None = None
-        self._num_after = 0
-        self.last: float | None = None
-        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
-
-    def add(self, loss: float) -> None:
-        """Add the loss of a step, computed with the weights before it."""
-        self._losses.append(loss)
-        self._num_after += 1
-        if self._before is not None and self._num_after == self._num_steps:
-            self.last = self._mean() - self._before
-
-    def mark(self) -> None:
-        """Mark that a round follows the last step."""
-        self._before = self._mean() if len(self._losses) == self._num_steps else None
-        self._num_after = 0
-        self.last = None
-
-    def _mean(self) -> float:
-        return sum(self._losses) / len(self._losses)
