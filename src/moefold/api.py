@@ -49,7 +49,7 @@ def plan(
     Args:
         model: a preset, a recipe (.toml), or the config.json (or folder) of a Hugging Face model.
         gpu: name of a device such as "h100", or a .toml file.
-        num_gpus: total number of GPUs; None: the recipe's, like `seq_len` and `global_batch_size`.
+        num_gpus: total number of GPUs. None: the recipe's, like `seq_len` and `global_batch_size`.
         seq_len: tokens per sample.
         global_batch_size: samples per step.
         fix: values of axes; only mappings with them are searched, such as {"tp": 2, "ep": 8}.
@@ -117,7 +117,7 @@ def train_model(
     Args:
         recipe: a TOML file, or the result of `load_recipe` or `load_config`.
         overrides: strings `section.key=value`, for a file.
-        loss: the loss to minimise; None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
+        loss: the loss to minimise. None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
             the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop. Started ranks work on copies of all three, which must be picklable for
@@ -171,7 +171,7 @@ def train_in_process(
     thread.
 
     Args:
-        recipe: see `train_model`; `parallel.world_size` must be the number of ranks.
+        recipe: see `train_model`. `parallel.world_size` must be the number of ranks.
         overrides: strings `section.key=value`, for a file.
         loss: see `train_model`, like `data` and `callbacks`. Nothing is pickled.
         data: the samples of a recipe with `data.kind="program"`.
@@ -184,7 +184,7 @@ def train_in_process(
         stopped the run. In the main thread, Ctrl-C and SIGTERM stop it after the step, as in `moefold train`.
 
     Raises:
-        ConfigError: the recipe cannot be trained by these ranks; raised on all of them.
+        ConfigError: the recipe cannot be trained by these ranks. Raised on all of them.
         RunError: the run failed. An exception of a callback is raised unchanged. The other ranks then raise RunError,
             or, if a rank hangs for `faults.timeout_s` or its process has ended, print the diagnosis and end.
     """

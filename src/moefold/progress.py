@@ -118,7 +118,7 @@ class ReadProgress(WorkProgress):
     """Context manager that shows the number of read bytes and the total, after a second.
 
     Args:
-        total_bytes: size of the work; None if it is unknown.
+        total_bytes: size of the work, or None if it is unknown.
     """
 
     def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:

@@ -98,9 +98,9 @@ class DeviceMeasurements:
     copy_bytes_per_s: float
     """Rate of a copy, counting the bytes read and the bytes written."""
     host_bytes_per_s: float | None
-    """Rate of copies between host and GPU; None on a CPU."""
+    """Rate of copies between host and GPU, or None on a CPU."""
     multiprocessors: int | None
-    """Number of multiprocessors; None on a CPU."""
+    """Number of multiprocessors, or None on a CPU."""
     kernel_gap_s: float
     host_launch_s: float
     gemms: tuple[GemmTime, ...]
@@ -302,7 +302,7 @@ def _fitted_links(links: Sequence[NetworkLink], measured: DeviceMeasurements) ->
 
 
 def _fit_two(rows: Iterable[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = a * x + b * y with a > 0 and b >= 0 by least relative squares; return (a, b)."""
+    """Fit seconds = a * x + b * y with a > 0 and b >= 0 by least relative squares, and return (a, b)."""
     scaled = np.array(list(rows)) / np.array(seconds)[:, None]
     ones = np.ones(len(scaled))
     if len(scaled) > 1:

@@ -60,8 +60,8 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
 
     Args:
         dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
-        tokens: tokens of a step; 0: the shape's default.
-        experts: experts of each layer; 0: the number of the model.
+        tokens: tokens of a step. 0: the shape's default.
+        experts: experts of each layer. 0: the number of the model.
 
     Raises:
         ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.

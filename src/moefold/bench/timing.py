@@ -38,7 +38,7 @@ class StepTimes:
 
 Clock = Callable[[], float]
 CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Clocks by name; "cpu" is the CPU time of all threads of this process, for a machine with other load."""
+"""Clocks by name. "cpu" is the CPU time of all threads of this process, for a machine with other load."""
 
 
 def time_interleaved(
@@ -49,7 +49,7 @@ def time_interleaved(
     clock: Clock = time.perf_counter,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, list[float]]:
-    """Run every step once per round, after warm-up rounds; return the seconds of each round by name.
+    """Run every step once per round, after warm-up rounds, and return the seconds of each round by name.
 
     Steps on a GPU must synchronise themselves: see `synchronized`.
     """

@@ -176,7 +176,7 @@ class NewestValue:
 
     step: int
     value: float
-    """The recorded value; NaN if that was not finite."""
+    """The recorded value, or NaN if that was not finite."""
 
 
 class NewestValues:
@@ -191,7 +191,7 @@ class NewestValues:
 
     def _clear(self) -> None:
         self.step = 0
-        """Last step; 0 without steps."""
+        """Last step, or 0 without steps."""
         self.is_cut = False
         """True if the file ends within a line."""
         self._stamp: tuple[int, int, int] | None = None

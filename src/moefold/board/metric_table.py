@@ -68,9 +68,9 @@ class ShownCurve:
 
     steps: list[int]
     values: list[float | None]
-    """Values; None if a value is not finite."""
+    """Values, or None if a value is not finite."""
     smoothed: dict[str, list[float | None]]
-    """Exponential means by step over all points of the run, by weight; empty if the metric is not smoothed."""
+    """Exponential means by step over all points of the run, by weight, or empty if the metric is not smoothed."""
     num_points: int
     """Number of recorded points in the range, some of which are in `steps`."""
     num_nonfinite: int

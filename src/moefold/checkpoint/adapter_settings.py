@@ -44,10 +44,10 @@ def check_adapter_settings(settings: Any) -> None:
 
 
 def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, path: str) -> str:
-    """Return the reason why a checkpoint's adapters prevent a run from continuing; empty if it can continue.
+    """Return the reason why a checkpoint's adapters prevent a run from continuing, or empty if it can continue.
 
     Args:
-        stored: `adapter_settings` of the checkpoint; empty if it has all weights.
+        stored: `adapter_settings` of the checkpoint, or empty if it has all weights.
     """
     if not stored and not lora.rank:
         return ""

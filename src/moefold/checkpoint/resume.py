@@ -49,7 +49,7 @@ class Resume:
     """Checkpoint to resume from."""
 
     path: Path | None
-    """The checkpoint; None for a new run."""
+    """The checkpoint, or None for a new run."""
     skipped: tuple[str, ...] = ()
     """Damaged newer checkpoints, each with the reason."""
 

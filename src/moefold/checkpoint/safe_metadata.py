@@ -57,7 +57,7 @@ _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
-"""Classes that an index may refer to, by module; `_InertObject` subclasses replace them."""
+"""Classes that an index may refer to, by module. `_InertObject` subclasses replace them."""
 _UNPICKLE_ERRORS = (
     AttributeError,
     EOFError,
@@ -188,7 +188,7 @@ def shards_of(content: Metadata) -> dict[MetadataIndex, StoredShard]:
 
 
 def _read_pickle(path: Path) -> bytes:
-    """Read the pickled index; stop after the first bytes if the header is wrong."""
+    """Read the pickled index. Stop after the first bytes if the header is wrong."""
     with open_regular(path) as file:
         if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
             raise ValueError("it is not a pickle of protocol 4 or 5")

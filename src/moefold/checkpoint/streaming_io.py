@@ -241,7 +241,7 @@ def write_chunks(
     local_chunks: Sequence[TensorChunk],
     read: Callable[[TensorChunk], Tensor],
 ) -> dict[str, FileDigest]:
-    """Write the weights of a checkpoint, with one chunk at a time in memory; return the digests of the files.
+    """Write the weights of a checkpoint, with one chunk at a time in memory, and return the digests of the files.
 
     Collective if a process group is initialised: together the processes write every chunk of every tensor once.
 

@@ -67,7 +67,7 @@ class WritingJob:
     must also have no running process on this machine and must not change, because its job may run elsewhere.
 
     Args:
-        folder: the folder of checkpoints; need not exist.
+        folder: the folder of checkpoints. It need not exist.
     """
 
     def __init__(self, folder: Path, key: str) -> None:

@@ -37,7 +37,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-    """Send input_splits[0] rows to member 0 and so on; receive output_splits[i] rows from member i.
+    """Send input_splits[0] rows to member 0 and so on. Receive output_splits[i] rows from member i.
 
     Adjoint: the same with the splits swapped. Splits may be zero. Sender and receiver must agree on them.
 
@@ -96,7 +96,7 @@ def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members without a gradient; `x` is unchanged."""
+    """Sum over the members without a gradient. `x` is unchanged."""
     total = x.detach().clone()
     if group.size > 1:
         all_reduce_sum_(total, group)
@@ -111,7 +111,7 @@ def all_reduce_sum_(x: Tensor, group: Group) -> None:
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    """Return the element-wise maximum over the members without a gradient; `x` is unchanged."""
+    """Return the element-wise maximum over the members without a gradient. `x` is unchanged."""
     maximum = x.detach().clone()
     if group.size > 1:
         group.record_collective("all_reduce", x)
@@ -144,7 +144,7 @@ def _wait_unless(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
-    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...]; None elsewhere. No gradient."""
+    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...], or None elsewhere. No gradient."""
     x = x.detach().contiguous()
     if group.size == 1:
         return x.unsqueeze(0)
@@ -186,7 +186,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
 
 
 def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
-    """Start sending a tensor, which must not change until the work is done; return None if the tensor is empty."""
+    """Start sending a tensor, which must not change until the work is done, and return None if the tensor is empty."""
     return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
 
 
@@ -291,7 +291,7 @@ def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = No
     Args:
         block: this rank's block, contiguous; only read.
         group: the members, whose blocks have equal shapes.
-        buffers: contiguous buffers for the blocks of the other members; this rank's block is not copied there. None: a
+        buffers: contiguous buffers for the blocks of the other members. This rank's block is not copied there. None: a
             block is valid until the iterator advances.
     """
     current = block
@@ -329,7 +329,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
 
 
 def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the previous member; keep both tensors until `wait_all`."""
+    """Start sending to the next member and receiving from the previous member. Keep both tensors until `wait_all`."""
     if group.size == 1:
         receive.copy_(send)
         return []

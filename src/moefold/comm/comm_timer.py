@@ -51,7 +51,7 @@ class CommTimer:
             self.leave(before)
 
     def enter(self, *, is_waiting: bool) -> Timestamp | None:
-        """Switch to waiting or computing, inside an interval; return the token for `leave`."""
+        """Switch to waiting or computing, inside an interval, and return the token for `leave`."""
         if self._span_start is None or self.is_waiting == is_waiting:
             return None
         self.is_waiting = is_waiting

@@ -126,8 +126,8 @@ class ParallelGroups:
         `topology.communicators` determines which groups share a communicator.
 
         Args:
-            recorder: flight recorder that a watchdog reads; None for a new recorder.
-            separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
+            recorder: flight recorder that a watchdog reads, or None for a new recorder.
+            separates_purposes: whether model, experts and FSDP have separate communicators. None: on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.

@@ -31,7 +31,7 @@ def find_sidecar_dir(checkpoint: Path) -> Path | None:
 
 
 def recipe_tokenizer(path: Path) -> str:
-    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none."""
+    """Return the tokenizer of the recipe next to imported or upcycled weights, or "" if there is none."""
     try:
         recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
     except FileNotFoundError:

@@ -107,7 +107,7 @@ class RolloutWeightWriter:
 
 
 def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
-    """Return the tensors of a folder with the model of `source`; refuse other models, quantised weights and float16."""
+    """Return the tensors of a folder with the model of `source`. Refuse other models, quantised weights and float16."""
     opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:
         raise ConfigError(Problem("rollout.folder", str(folder), "is quantised", "name one in bfloat16 or float32"))

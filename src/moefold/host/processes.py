@@ -95,7 +95,7 @@ class ProcessId:
     host: str
     number: int
     started: str
-    """Start time in the kernel's unit; "" if the kernel does not report it."""
+    """Start time in the kernel's unit. Return "" if the kernel does not report it."""
 
     @classmethod
     def current(cls) -> "ProcessId":

@@ -67,7 +67,7 @@ class RankEnv:
     """True if the rank is part of a program that continues after the run: errors are raised, and rank 0 hosts the store
     even if the launcher has a store."""
     cuda_index: int | None = None
-    """CUDA device of the rank; None: the device with the number of the local rank."""
+    """CUDA device of the rank. None: the device with the number of the local rank."""
 
     @property
     def cuda_device_index(self) -> int:
@@ -112,7 +112,7 @@ def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def master_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of rank 0 as its launcher set it; "" if it set none."""
+    """Return the address of rank 0 as its launcher set it, or "" if it set none."""
     return environment.get("MASTER_ADDR", "")
 
 
@@ -174,7 +174,7 @@ def _parse_env(environment: Mapping[str, str], rank_key: str, local_rank_key: st
 def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
     """Return the number of ranks on this machine: all, if the launcher does not set it.
 
-    SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold has the same number on every node.
+    SLURM writes "8(x2),4" for two nodes of eight and one of four. moefold has the same number on every node.
     """
     text = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     count = re.match(r"\d+", text)
@@ -191,7 +191,7 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
 
 
 def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager) -> RankEnv:
-    """Parse the environment of a launcher that sets ranks; add a port, and on one machine an address."""
+    """Parse the environment of a launcher that sets ranks. Add a port, and on one machine an address."""
     local_rank = _first_set(environment, manager.local_rank) or manager.local_rank[0]
     world_size = environment[manager.world_size]
     filled = dict(environment)
@@ -219,7 +219,7 @@ def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager)
 
 
 def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the first name that is set; "" if no name is set."""
+    """Return the first name that is set, or "" if no name is set."""
     return next((name for name in names if environment.get(name)), "")
 
 

@@ -169,7 +169,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity, exp(loss); infinity on overflow."""
+        """Perplexity, exp(loss), or infinity on overflow."""
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
 
@@ -250,7 +250,7 @@ class LogitsFile:
         """Write the logits of the sequences from index `first` on, which is the first data-parallel rank's.
 
         Args:
-            shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+            shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp], or None on ranks that do not write.
         """
         if shards is None or self._file is None:
             return

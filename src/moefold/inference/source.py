@@ -92,7 +92,7 @@ def _path_of_model(name: str) -> Path:
 
 
 def checkpoint_source(path: Path) -> ModelSource:
-    """Return the model of a checkpoint folder; raise ConfigError if its metadata cannot be read."""
+    """Return the model of a checkpoint folder. Raise ConfigError if its metadata cannot be read."""
     meta = read_meta(path)
     keys = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}

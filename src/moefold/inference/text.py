@@ -26,7 +26,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
-    """Open the tokenizer of a model, or "bytes" or a tokenizer.json to use instead; report the notes on it.
+    """Open the tokenizer of a model, or "bytes" or a tokenizer.json to use instead. Report the notes on it.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -64,7 +64,7 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
     """Tokenise a text, int64 [tokens], with the start-of-text tokens that the model was trained with.
 
-    Hugging Face models, including imported models, use the start tokens of their tokenizer (such as a BOS id); our
+    Hugging Face models, including imported models, use the start tokens of their tokenizer (such as a BOS id). Our
     training adds no tokens.
 
     Raises:
@@ -99,7 +99,7 @@ def stop_token_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Read a UTF-8 text file; raise ConfigError if the file cannot be read, or is not UTF-8."""
+    """Read a UTF-8 text file. Raise ConfigError if the file cannot be read, or is not UTF-8."""
     try:
         return read_bounded(path, MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:
@@ -125,7 +125,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = ()) -> None:
-        """Create a stream; `prefix_ids` are decoding context for the first id and produce no text."""
+        """Create a stream. `prefix_ids` are decoding context for the first id and produce no text."""
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prefix_ids)
         self._emitted_end = len(self._ids)
@@ -239,7 +239,7 @@ class TokenDataset:
     """Token ids split into sequences of length S. The shorter tail is used only if `keeps_tail`."""
 
     ids: np.ndarray | ShardReader
-    """Token ids of any integer type, [tokens]; may be a file."""
+    """Token ids of any integer type, [tokens]. It may be a file."""
     seq_len: int
     keeps_tail: bool
 
@@ -300,7 +300,7 @@ def open_ids(path: Path) -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Read all ids of a dataset; raise ConfigError if an id is outside the vocabulary, or there is no full sequence."""
+    """Read all ids of a dataset. Raise ConfigError if an id is outside the vocabulary, or there is no full sequence."""
     if dataset.seq_len < 2:
         rule = "must be at least 2: the first token of a sequence is not predicted"
         raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))

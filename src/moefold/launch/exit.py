@@ -106,7 +106,7 @@ class SingleReporter:
 
     def __init__(self, rank_env: RankEnv) -> None:
         self.shared_path = ""
-        """Path by which other ranks of the machine can open this rank's file; "" if there is none to share."""
+        """Path by which other ranks of the machine can open this rank's file, or "" if there is none to share."""
         self._lock: FileLock | None = None
         self._opened: list[FileLock] = []
         self._thread_lock = threading.Lock()
@@ -134,7 +134,7 @@ class SingleReporter:
         self._opened.clear()
 
     def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
-        """Print a message on stderr, unless a rank of this machine has printed it; return once it is printed.
+        """Print a message on stderr, unless a rank of this machine has printed it, and return once it is printed.
 
         Args:
             should_report: called while the lock is held; False if another machine prints the message.

@@ -1,7 +1,7 @@
 """Local job: start one process per rank on this machine, wait for them, and end them together.
 
 The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. The job's temporary files are the
-flight-record files of the ranks; folders left by killed processes are removed.
+flight-record files of the ranks. Folders left by killed processes are removed.
 """
 
 import gc
@@ -43,7 +43,7 @@ class JobResult:
     """Result of a job."""
 
     status: int
-    """Largest status that a rank returned; 0 if a rank failed."""
+    """Largest status that a rank returned, or 0 if a rank failed."""
     failed_rank: int | None
     """First rank that did not return, or the lost rank whose loss ended the job."""
     exitcode: int
@@ -55,7 +55,7 @@ def run_processes(
 ) -> JobResult:
     """Run `main` in one process for each rank environment and wait until all have ended.
 
-    CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. A failed rank
+    CPU ranks are forked from this process, which has imported torch already. GPU ranks must be spawned. A failed rank
     ends the others. If this process is killed, the ranks get SIGINT.
 
     Args:

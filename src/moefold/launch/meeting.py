@@ -201,7 +201,7 @@ class Meeting:
     def _answer_members(
         self, index: int, round_: MeetingRound, requests: Mapping[int, RoundRequest], *, in_pairs: bool
     ) -> bool:
-        """Set the answers to the members of a round; return whether it is refused because their weights differ."""
+        """Set the answers to the members of a round, and return whether it is refused because their weights differ."""
         members = tuple(requests)
         settings = self.sites[members[0]].settings
         quorum = _quorum(settings)

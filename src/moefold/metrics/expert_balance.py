@@ -55,7 +55,7 @@ class ExpertCountsWriter:
     Args:
         layers: indices of the MoE layers.
         num_experts: E.
-        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
+        resume_step: step of the checkpoint that the run continues from. 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, layers: Sequence[int], num_experts: int, *, resume_step: int = 0) -> None:
@@ -88,7 +88,7 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Memory-map the counts of a run without a truncated last record; None if there are none."""
+    """Memory-map the counts of a run without a truncated last record. Return None if there are none."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return None
@@ -155,7 +155,7 @@ class CountsHeader:
 
 
 def read_counts_header(file: BinaryIO) -> CountsHeader | None:
-    """Read the first line of an open file, up to its first record; None if it is not an expert-counts file."""
+    """Read the first line of an open file, up to its first record. Return None if it is not an expert-counts file."""
     line = file.readline(MAX_HEADER_BYTES)
     try:
         header = parse_json(line)
@@ -198,7 +198,7 @@ END_WINDOW_DIVISOR = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSummary:
-    """Balance of one MoE layer; start and end are the first and the last tenth of the recorded steps."""
+    """Balance of one MoE layer. Start and end are the first and the last tenth of the recorded steps."""
 
     layer: int
     load_start: float
@@ -233,7 +233,7 @@ class ExpertBalance:
     load: Array
     """Routed tokens of the most loaded expert over the mean, float64 [N, L]."""
     counts: Array | None
-    """Routed tokens of each expert, [N, L, E]; None if the run wrote no counts and no trace."""
+    """Routed tokens of each expert, [N, L, E], or None if the run wrote no counts and no trace."""
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
@@ -251,7 +251,7 @@ class ExpertBalance:
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts, E; None without counts."""
+        """Number of experts, E, or None without counts."""
         return None if self.counts is None else int(self.counts.shape[2])
 
     def shares(self, max_bins: int) -> Array:
@@ -385,7 +385,7 @@ def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `moe_layers` records of a step; [] for another form."""
+    """Return the `moe_layers` records of a step, or [] for another form."""
     layers = record.get("moe_layers")
     is_list = isinstance(layers, list) and all(isinstance(layer, dict) for layer in layers)
     return layers if is_list and layers is not None else []

@@ -52,7 +52,7 @@ class Progress:
             last and evaluated steps.
         line: formatter of the steps.
         clock: clock for step times and line intervals.
-        on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
+        on_broken_pipe: called when the reader of the stream has closed it. Later output is discarded.
     """
 
     _display: "PlainDisplay | LiveDisplay"
@@ -197,7 +197,7 @@ class LiveDisplay:
         self._live.start(refresh=True)
 
     def show(self, values: Mapping[str, Any], time_left_s: float, *, is_milestone: bool) -> None:
-        """Redraw the live line, rate-limited; print the line of a step with an evaluation above it."""
+        """Redraw the live line, rate-limited. Print the line of a step with an evaluation above it."""
         self._pending = self._line.format(values, time_left_s, self._console.width)
         if values["eval_loss"] is not None:
             self._eval_loss = values["eval_loss"]

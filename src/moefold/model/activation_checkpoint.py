@@ -30,7 +30,7 @@ class OutputCheckpoint(Protocol):
         """Provide function(*tensors) to the operations inside the context.
 
         Args:
-            function: takes only these tensors, which include the weights that it uses; does not communicate.
+            function: takes only these tensors, which include the weights that it uses, and does not communicate.
         """
 
 
@@ -66,7 +66,7 @@ def checkpoint_wrapper(function: Function) -> Function:
 
 
 def checkpoint_resumable(function: Function, on_yield: Callable[[], None]) -> Function:
-    """Wrap a function, plain or resumable, like `checkpoint_wrapper`; the recomputation runs to its end.
+    """Wrap a function, plain or resumable, like `checkpoint_wrapper`. The recomputation runs to its end.
 
     torch's checkpoint stops at the last saved tensor, which may come before a collective on one rank and after it on
     another. Its saved-tensor hooks would also catch operations that run between the yields.
@@ -131,7 +131,7 @@ class _ResumableCheckpoint:
 
 
 def _advance(resumable: Resumable[Tensor], pack: Callable[[Tensor], None]) -> bool:
-    """Run one step and pack its saved tensors with `pack`; return True if no step was left."""
+    """Run one step and pack its saved tensors with `pack`, and return True if no step was left."""
     with saved_tensors_hooks(pack, _refuse_unpack):
         return next(resumable, _END) is _END
 
@@ -183,7 +183,7 @@ class _RecomputeContext:
         return pack
 
     def recompute(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return (inputs, outputs) connected by a graph; computed on the first call."""
+        """Return (inputs, outputs) connected by a graph. Computed on the first call."""
         if self._recomputed is None:
             self._recomputed = self.run_with_graph(self.ctx().saved_tensors)
         return self._recomputed

@@ -64,7 +64,7 @@ class LayerInputs:
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `model.residual` sets the places of the norms; missing norms are None.
+    `model.residual` sets the places of the norms. Missing norms are None.
 
     `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
@@ -247,7 +247,7 @@ def _new_selection() -> "Selection":
 
 
 class Selections:
-    """The selection of the current layer and of the layers that share it; selections of earlier layers are freed."""
+    """The selection of the current layer and of the layers that share it. Selections of earlier layers are freed."""
 
     def __init__(self) -> None:
         self._source = -1

@@ -1,4 +1,4 @@
-"""Layers that one kernel computes as a whole in the passes of a decoder; see `ops.decode`."""
+"""Layers that one kernel computes as a whole in the passes of a decoder. See `ops.decode`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def supports_fused(block: nn.Module) -> bool:
 
 
 def fused_unsupported_reason(block: nn.Module) -> str:
-    """Return the reason why `FusedBlock` does not compute a layer, for the log; "" if it does.
+    """Return the reason why `FusedBlock` does not compute a layer, for the log, or "" if it does.
 
     It computes grouped-query attention and SwiGLU, only in layers of the classes, parameters and kernels that it
     supports.
@@ -243,7 +243,7 @@ class FusedHead:
     """Logits of the rows of a decoder's pass whose next token is drawn, by the kernel of its layers.
 
     Args:
-        head: a head that `supports_fused_head`; its weights must not change as long as this object is used.
+        head: a head that `supports_fused_head`. Its weights must not change as long as this object is used.
     """
 
     def __init__(self, head: Head, kernel: "CDecode") -> None:

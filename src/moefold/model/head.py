@@ -45,9 +45,9 @@ class Head(nn.Module):
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
         self.picked_rows_N: Tensor | None = None
-        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp; None: all."""
+        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp. None: all."""
         self.fused: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates; None: by modules."""
+        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates. None: by modules."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
@@ -130,7 +130,7 @@ class ModelOutput:
 
     Args:
         hidden: normalised hidden states, `[S/(cp*tp), B, H]`.
-        chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
+        chunk: tokens whose logits `cross_entropy` has in memory at a time. 0: all.
         is_training: False in evaluation, whose loss has no terms that only regularise.
     """
 
@@ -171,7 +171,7 @@ class ModelOutput:
 
     @property
     def context_parallel(self) -> ContextParallel:
-        """The ranks that share the samples of this micro-batch; a loss sums over their tokens by `sum_over_context`."""
+        """The ranks that share the samples of this micro-batch. A loss sums over their tokens by `sum_over_context`."""
         return self._head.context_parallel
 
     def logits(self) -> Tensor:

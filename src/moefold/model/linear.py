@@ -82,8 +82,8 @@ def linear(
         x: [..., K].
         weight: [N, K].
         bias: [N].
-        wgrad_store: receives the delayed weight gradient; None if it is computed with the gradient of x.
-        linear_backend: low-precision or other GEMMs; None: torch's, in the dtype of x.
+        wgrad_store: receives the delayed weight gradient, or None if it is computed with the gradient of x.
+        linear_backend: low-precision or other GEMMs. None: torch's, in the dtype of x.
 
     Returns:
         [..., N].

@@ -57,12 +57,12 @@ class LinearAttention(TokenMixer):
         self.state_cache: RecurrentStates | None = None
 
     def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
-        """Continue from the states of each row's sample; see base class."""
+        """Continue from the states of each row's sample. See base class."""
         self.state_cache = RecurrentStates(current_pass)
         return [self.state_cache]
 
     def close_caches(self) -> None:
-        """Begin from zeros; see base class."""
+        """Begin from zeros. See base class."""
         self.state_cache = None
 
     @abstractmethod
@@ -81,14 +81,14 @@ class LinearAttention(TokenMixer):
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer between its projections; communicates only the initial states.
+        """Compute the layer between its projections. It communicates only the initial states.
 
         Args:
             projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
 
         Returns:
-            The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states;
-            None without a recurrence.
+            The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states,
+            or None without a recurrence.
         """
 
     def convolved(self, projected: Sequence[Tensor]) -> Tensor | None:
@@ -96,7 +96,7 @@ class LinearAttention(TokenMixer):
         return None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute the layer, as `TokenMixer.forward`; positions have no effect."""
+        """Compute the layer, as `TokenMixer.forward`. Positions have no effect."""
         mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, self.kernels.linear_backend)

@@ -66,7 +66,7 @@ class TokenLosses(NamedTuple):
     log_normalizer: Tensor
     """Log-sum-exp of the logits. A loss may use both values: their gradients add up in the logits."""
     entropy: Tensor | None
-    """Entropy of the predicted distribution, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
+    """Entropy of the predicted distribution, without a gradient, or None unless `SoftmaxOptions.has_entropy`."""
 
 
 def token_losses(
@@ -76,7 +76,7 @@ def token_losses(
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     softmax: SoftmaxOptions = PLAIN_SOFTMAX,
 ) -> TokenLosses:
-    """Compute the numbers of each token, in float32 (float64 for float64); saves the logits.
+    """Compute the numbers of each token, in float32 (float64 for float64). It saves the logits.
 
     Args:
         logits: [..., rows of this rank].
@@ -290,11 +290,11 @@ class _MergedStatistics(NamedTuple):
 def _merge_over_ranks(
     local: RowStatistics, row_N: Tensor, vocab_range: VocabRange, dot_N: Tensor | None
 ) -> _MergedStatistics:
-    """Merge the statistics of all ranks that share the vocabulary; one all-reduce (max) and one (sum).
+    """Merge the statistics of all ranks that share the vocabulary. One all-reduce (max) and one (sum).
 
     Args:
         row_N: row of each label on this rank.
-        dot_N: `exponential_dot` of this rank's rows; None if there is no entropy.
+        dot_N: `exponential_dot` of this rank's rows, or None if there is no entropy.
     """
     top_N = vocab_range.reduce_max(local.top_C)
     share_N = (local.top_C - top_N).exp()

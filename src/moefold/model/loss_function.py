@@ -26,7 +26,7 @@ class LossFunction(Protocol):
 
         Args:
             output: hidden states of the last stage; token losses and logits on demand.
-            columns: the columns of the batch, such as "labels" and "weights"; see `Batch`.
+            columns: the columns of the batch, such as "labels" and "weights". See `Batch`.
 
         Returns:
             The terms, each a weighted sum over tokens, [len(terms)].

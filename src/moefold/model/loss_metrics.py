@@ -43,7 +43,7 @@ class LossMetricRecorder:
         Args:
             name: name of a metric with reduction "mean".
             values: one value for each token or sequence of this rank.
-            mask: bool, in the shape of the values; False values do not count.
+            mask: bool, in the shape of the values. False values do not count.
         """
         assert LossMetric(name, "mean") in self.metrics, name
         sum_and_count = torch.stack((values.double().where(mask, 0.0).sum(), mask.sum().double()))
@@ -57,7 +57,7 @@ class LossMetricRecorder:
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
     def sums(self, device: torch.device) -> Tensor:
-        """Return sum and count of each mean, float64 [means, 2]; zeros for a mean that was not recorded."""
+        """Return sum and count of each mean, float64 [means, 2], or zeros for a mean that was not recorded."""
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         rows = [self._sums.get(name, nothing) for name in self._names("mean")]
         return torch.stack(rows) if rows else nothing.new_zeros(0, 2)

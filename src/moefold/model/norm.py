@@ -62,7 +62,7 @@ class FullWidthQKNorm(nn.Module):
         self.sum_of_squares: Callable[[Tensor], Tensor] = _identity
 
     def forward(self, x: Tensor, weight_slice: slice) -> Tensor:
-        """Normalise [S, B, heads of this rank, D]; communicates through `sum_of_squares`.
+        """Normalise [S, B, heads of this rank, D]. It communicates through `sum_of_squares`.
 
         Args:
             weight_slice: rows of the local weight that belong to these heads.

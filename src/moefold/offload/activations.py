@@ -338,7 +338,7 @@ class ActivationOffload:
                 return
 
     def _fetch(self, part_run: PartRun) -> bool:
-        """Start loading offloaded storages and keep resident storages; return whether there are any storages."""
+        """Start loading offloaded storages and keep resident storages, and return whether there are any storages."""
         storages = part_run.live_storages()
         for storage in storages:
             if not self._keep_resident(storage):

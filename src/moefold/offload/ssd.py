@@ -59,7 +59,7 @@ class FileAllocator:
             return self._end
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """Allocate an extent of at least `num_bytes` >= 1 bytes; None if there is not enough space."""
+        """Allocate an extent of at least `num_bytes` >= 1 bytes. Return None if there is not enough space."""
         num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._lock:
             self._reclaim()

@@ -1,6 +1,6 @@
 """Row operations of the cross-entropy on logits: softmax statistics, and the gradient of the logits.
 
-`TorchCrossEntropyOps` is the reference; `ops/triton/cross_entropy.py` has the kernels.
+`TorchCrossEntropyOps` is the reference. `ops/triton/cross_entropy.py` has the kernels.
 """
 
 from typing import NamedTuple, Protocol
@@ -98,7 +98,7 @@ def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
 def exponential_gradient_out(
     out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_KC: Tensor
 ) -> None:
-    """Write the result of `CrossEntropyOps.gradient_out` for probabilities factor * exps; `exps` are kept."""
+    """Write the result of `CrossEntropyOps.gradient_out` for probabilities factor * exps. `exps` are kept."""
     torch.mul(exps_CV, (grads_KC.sum(0) * factor_C).unsqueeze(1), out=out_CV)
     out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_KC[0].where(row_C >= 0, 0.0).unsqueeze(1))
 

@@ -1,6 +1,6 @@
 """Operations of the token permutation: tokens into rows sorted by expert, and the weighted sum of a token's rows.
 
-`TorchPermuteOps` is the reference; `ops/triton/permute.py` has the kernels.
+`TorchPermuteOps` is the reference. `ops/triton/permute.py` has the kernels.
 """
 
 from typing import Protocol
@@ -26,7 +26,7 @@ class PermuteOps(Protocol):
         Args:
             y_RH: rows; padding rows and rows after the last kept token are not read.
             permutation: permutation of the rows; tokens that were not kept count as zero.
-            probs_TK: routing probabilities; None: 1, which makes this the adjoint of `permute`.
+            probs_TK: routing probabilities. None: 1, which makes this the adjoint of `permute`.
         """
         ...
 
@@ -92,7 +92,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
 
     Args:
         row_TK: rows of each token, int64.
-        weights_TK: weights of any dtype; None: 1.
+        weights_TK: weights of any dtype. None: 1.
     """
     if len(y_RH) == 0:
         return y_RH.new_zeros(len(row_TK), y_RH.shape[1])

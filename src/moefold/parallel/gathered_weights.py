@@ -71,7 +71,7 @@ class GatheredWeights:
         return values
 
     def _send_to_first(self, name: str, boxes: list[tuple[int, Box]]) -> Tensor:
-        """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
+        """Send parts of a tensor to rank 0 as bytes, and return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
         own_boxes = [overlap for owner, overlap in boxes if owner == rank]

@@ -48,7 +48,7 @@ def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocumen
 
 
 def router_arguments(x_TH: Tensor, token_positions: TokenPositions) -> GraphArguments:
-    """Return the arguments of `Router.forward`; the index of each sample in the global batch changes."""
+    """Return the arguments of `Router.forward`. The index of each sample in the global batch changes."""
     assert token_positions.weights_T is None, "validate_cuda_graphs refuses documents, and padding is one"
     tensors = (x_TH, token_positions.sample_ids_B)
     return GraphArguments(

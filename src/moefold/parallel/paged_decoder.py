@@ -75,7 +75,7 @@ def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "la
 
 
 def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str:
-    """Describe how the caches of this rank's layers will read pages on CUDA; "" without pages."""
+    """Describe how the caches of this rank's layers will read pages on CUDA, or "" without pages."""
     device = model.groups.device
     size = CacheSize(num_pages=1, page_positions=page_positions(device.type), kind=kind)
     paths: list[str] = []
@@ -93,7 +93,7 @@ def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str
 
 
 def _describe_paths(paths: Sequence[str]) -> str:
-    """Count the layers whose caches have the same `page_path`; "" if no cache has a path."""
+    """Count the layers whose caches have the same `page_path`, or "" if no cache has a path."""
     counts = Counter(filter(None, paths))
     text = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
     return f"pages of {text}" if text else ""
@@ -255,7 +255,7 @@ class PagedDecoder:
     def recorded_choices(self, slots: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the experts chosen for some cached tokens, [MoE layers of this rank, tokens, K].
 
-        With tensor parallelism, 0 for tokens that another rank routed; see `merge_over_tp`.
+        With tensor parallelism, 0 for tokens that another rank routed. See `merge_over_tp`.
 
         Args:
             slots: index of each token in the cache, page * positions of a page + offset.

@@ -36,7 +36,7 @@ class StepRunner(Protocol):
     """Runs a batch through the stages of this rank."""
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate gradients; return this rank's part of the loss terms, [terms]."""
+        """Accumulate gradients, and return this rank's part of the loss terms, [terms]."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return this rank's part of the loss terms, [terms], without gradients."""
@@ -57,9 +57,9 @@ class ShardedStages:
     shards_data_parallel: bool
     """True if data-parallel ranks shard the weights."""
     message: str = ""
-    """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
+    """Log message about the resolved open choices of the recipe, or empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
-    """Activation offload between the passes; None without offload."""
+    """Activation offload between the passes, or None without offload."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
@@ -121,7 +121,7 @@ class ParallelModel(ShardedStages):
 
         Args:
             passes: description of the passes, for an error.
-            loss: loss of the last stage inside this context, with as many terms; None: the loss of the model.
+            loss: loss of the last stage inside this context, with as many terms. None: the loss of the model.
 
         Raises:
             RunError: a rank had no room for the tokens of its experts, so the results are wrong.
@@ -144,7 +144,7 @@ class ParallelModel(ShardedStages):
             last.loss = own_loss
 
     def local_receive_load(self) -> Tensor:
-        """Return the receive loads of all passes since the last call; see `expert_parallel.local_receive_load`."""
+        """Return the receive loads of all passes since the last call. See `expert_parallel.local_receive_load`."""
         dispatchers = (layer.dispatcher for layer in self.moe_layers().values())
         return local_receive_load(dispatchers, self.dispatcher, self.groups)
 

@@ -50,7 +50,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     Collective over the world. No rank holds full parameters at any time.
 
     Args:
-        loss: the loss of the last stage; None: the recipe's loss.
+        loss: the loss of the last stage. None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     loss = loss or recipe_loss(cfg.align, cfg.train)
@@ -110,7 +110,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
 
     Args:
         for_training: the weights are master weights, sharded over the data-parallel ranks too. Otherwise they are in
-            the compute type, sharded by model parallelism only; routers never compute below float32.
+            the compute type, sharded by model parallelism only. Routers never compute below float32.
     """
     layout = groups.layout
     plan = plan_stages(cfg)

@@ -28,7 +28,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
 
     Args:
         cfg: a recipe that `check_memory_device` passed.
-        device_bytes: memory of this rank's device; 0 on the CPU, which needs a budget.
+        device_bytes: memory of this rank's device, or 0 on the CPU, which needs a budget.
 
     Raises:
         ConfigError: nothing fits, on all ranks.

@@ -91,7 +91,7 @@ class ReplicaGradients:
         """Return metrics of the differences between the replicas' losses and gradients; one all-reduce over the world.
 
         Args:
-            loss: this rank's part of the loss of the global batch, 0-dim; 0 on duplicate ranks.
+            loss: this rank's part of the loss of the global batch, 0-dim, or 0 on duplicate ranks.
         """
         groups = self._model.groups
         layout = groups.layout
@@ -121,7 +121,7 @@ class ReplicaCheck:
 
     Args:
         moments: optimizer moments by name.
-        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
+        zero: the ZeRO level. From 1 on, the gathered weights are compared too.
     """
 
     def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int) -> None:
@@ -148,7 +148,7 @@ class ReplicaCheck:
         If all values are equal, each rank sends only two numbers per axis, once.
 
         Args:
-            host_facts: further values that should be equal; the same names in the same order on all ranks.
+            host_facts: further values that should be equal. The same names in the same order on all ranks.
         """
         digests = list(self._digests(batch, host_facts))
         by_axis = {axis: [d for d in digests if axis in d.axes] for axis in self._groups}
@@ -198,7 +198,7 @@ class ReplicaCheck:
         return divergences
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
-        """Yield the digests of all replicated values; the same names in the same order on all members of a group."""
+        """Yield the digests of all replicated values. The same names in the same order on all members of a group."""
         model = self._model
         digest = self._hasher.digest
         device = model.groups.device

@@ -59,7 +59,7 @@ class _Member:
     layers: tuple[int, ...]
     """MoE layers that this rank trains."""
     shard: int
-    """Data-parallel rank of sampling; cp counts as dp there."""
+    """Data-parallel rank of sampling. cp counts as dp there."""
     tp_rank: int
     """Tensor-parallel rank of sampling, and the number of them."""
     tp_size: int

@@ -90,7 +90,7 @@ class _Gather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Write this rank's shards when no member reads the old values any more; return when all have written."""
+        """Write this rank's shards when no member reads the old values any more, and return when all have written."""
         with self._waiting():
             self._barrier.wait(self._operation)
             foreach_copy_([param.own_shard for param in self._params], [param.shard() for param in self._params])

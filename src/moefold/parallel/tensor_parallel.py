@@ -127,7 +127,7 @@ class _GatherVocab(torch.autograd.Function):
 
 
 class TPSumOfSquares:
-    """Sum over tp of the squares of each token's heads; see `FullWidthQKNorm`."""
+    """Sum over tp of the squares of each token's heads. See `FullWidthQKNorm`."""
 
     def __init__(self, tp: Group, num_heads: int) -> None:
         self._tp = tp

@@ -37,7 +37,7 @@ class WeightGradStore:
         self._set_gradient_sync(False)
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """Store a weight-gradient task; see `WeightGradStoreProtocol`."""
+        """Store a weight-gradient task. See `WeightGradStoreProtocol`."""
         self._pending.append((tuple(weights), compute))
 
     def __call__(self) -> WeightGradTask:

@@ -279,13 +279,13 @@ class CsvSchedule(_InterleavedOrder, kind="csv"):
             yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
 
     def rows(self, pp: int, num_stages: int, count: int, *, overlap: bool = False) -> tuple[SlotRow, ...]:
-        """Read the rows of every pipeline rank; see the base class."""
+        """Read the rows of every pipeline rank. See the base class."""
         if not self.path:
             return super().rows(pp, num_stages, count, overlap=overlap)
         return read_schedule(self.path, pp, num_stages, count)[0]
 
     def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
-        """Read the pipeline rank of each stage; see the base class."""
+        """Read the pipeline rank of each stage. See the base class."""
         return read_schedule(self.path, pp, num_stages)[1] if self.path else super().stage_ranks(pp, num_stages)
 
 

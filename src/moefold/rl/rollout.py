@@ -97,7 +97,7 @@ class TrainingRollout:
     rollout: Rollout
     advantage: float
     weight: float
-    """Weight of each token of the rollout in the loss; 0: not trained on."""
+    """Weight of each token of the rollout in the loss. 0: not trained on."""
 
 
 def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:

@@ -53,9 +53,9 @@ class Round:
     statistics: RoundStatistics
     failures: tuple[FailedReward, ...] = ()
     groups: tuple[RolloutGroup, ...] | None = None
-    """Groups of the round; None on a rank that only received its rows from the ranks that sample."""
+    """Groups of the round, or None on a rank that only received its rows from the ranks that sample."""
     steps: tuple[StepRows, ...] | None = None
-    """Rows of this rank, by step; None if they are made from the groups."""
+    """Rows of this rank, by step, or None if they are made from the groups."""
     metrics: tuple[dict[str, Any], ...] = ()
     """Metrics of the rollouts of each step, if there are `steps`."""
     routing: SampledRouting | None = None
@@ -114,7 +114,7 @@ class RolloutTable:
 
     @property
     def next_prompt(self) -> int | None:
-        """Number of the prompt after the prompts of the last round; None without a round."""
+        """Number of the prompt after the prompts of the last round, or None without a round."""
         return self._rounds[-1].prompts[-1] + 1 if self._rounds else None
 
     def add(self, round_: Round) -> None:
@@ -126,14 +126,14 @@ class RolloutTable:
         return self._rounds.popleft()
 
     def drop(self, skipped: Sequence[range]) -> int:
-        """Remove the rounds that have prompts to skip; return their number."""
+        """Remove the rounds that have prompts to skip, and return their number."""
         kept_rounds = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
         num_dropped = len(self._rounds) - len(kept_rounds)
         self._rounds = deque(kept_rounds)
         return num_dropped
 
     def drop_older(self, step: int, staleness: int, updates: int) -> int:
-        """Remove the first round that exceeds a staleness, and all later rounds; return their number.
+        """Remove the first round that exceeds a staleness, and all later rounds. Return their number.
 
         `step` counts the optimizer steps of the run before training on the oldest round.
         """
@@ -151,7 +151,7 @@ class RolloutTable:
         return [round_.header() for round_ in self._rounds]
 
     def arrays(self) -> Arrays:
-        """Return the columns of all rows, for a checkpoint; empty without a row.
+        """Return the columns of all rows, for a checkpoint, or empty without a row.
 
         All rounds must have their groups.
         """
@@ -245,7 +245,7 @@ def restore_table(
 
 
 def table_headers(state: object) -> list[dict[str, Any]]:
-    """Return the headers in the state of reinforcement learning of a checkpoint; empty for None."""
+    """Return the headers in the state of reinforcement learning of a checkpoint, or empty for None."""
     headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
     names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
     for header in headers if isinstance(headers, list) else [headers]:

@@ -58,7 +58,7 @@ class StepResult:
     offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
     attention: dict[str, float] = field(default_factory=dict)
-    """Numbers of planned attention by name, see `AttentionMeter.metrics`; empty without it."""
+    """Numbers of planned attention by name, see `AttentionMeter.metrics`, or empty without it."""
     expert_counts: np.ndarray
     """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     flags: tuple[int, ...]
@@ -66,11 +66,11 @@ class StepResult:
     peak_memory_gib: float
     """Largest peak memory over the ranks since they started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
-    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.step_metrics`."""
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]. See `metrics.step_metrics`."""
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
-    """Ranks and parameters with non-finite values; None after a finite step."""
+    """Ranks and parameters with non-finite values, or None after a finite step."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class StepTotals:
     receive_loads: Tensor
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
     projected: "ProjectedGradient | None"
-    """Gradient of forward passes (`OptimizerPart.passes`); None with gradients."""
+    """Gradient of forward passes (`OptimizerPart.passes`), or None with gradients."""
 
 
 class StepMeter:
@@ -266,7 +266,7 @@ class StepMeter:
         )
 
     def _times(self, device: torch.device) -> Tensor:
-        """Return compute, data and communication time of this rank in seconds, [3]; zeros if nothing is timed."""
+        """Return compute, data and communication time of this rank in seconds, [3], or zeros if nothing is timed."""
         times = torch.zeros(NUM_TIMES, dtype=torch.float64, device=device)
         total_s, waited_s = self._model.groups.world.comm_timer.read()
         if total_s:

@@ -217,7 +217,7 @@ UNUSED_KEY_RULES = (
 
 
 def _samples_exactly(cfg: Config) -> bool:
-    """Return whether rollouts have the bits of training; False if that depends on the machine or on a plan."""
+    """Return whether rollouts have the bits of training, or False if that depends on the machine or on a plan."""
     if cfg.run.device != "cpu" or cfg.run.kernels != "c" or cfg.parallel.mapping == "auto":
         return False
     return not inexact_settings(cfg, "cpu")

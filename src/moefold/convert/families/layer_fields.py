@@ -160,7 +160,7 @@ class LayerTypes:
 
     Attributes:
         words: word of each type in `model.layers`.
-        default_types: types if config.json lacks the key; None if the key is required.
+        default_types: types if config.json lacks the key, or None if the key is required.
     """
 
     words: Mapping[str, str]

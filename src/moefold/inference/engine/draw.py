@@ -53,7 +53,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
     10^12 falls between an old and a new bound.
 
     Args:
-        kernel: draws if it supports the logits and the whole distribution is sampled; None: torch operations.
+        kernel: draws if it supports the logits and the whole distribution is sampled. None: torch operations.
 
     Returns:
         Token ids; `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
@@ -73,7 +73,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
 
 
 def check_drawn(tokens: Sequence[float]) -> None:
-    """Check that every row had a distribution; raise RunError if there is a `NO_TOKEN` among the tokens."""
+    """Check that every row had a distribution. Raise RunError if there is a `NO_TOKEN` among the tokens."""
     if NO_TOKEN in tokens:
         raise RunError(
             "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "

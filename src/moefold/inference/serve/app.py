@@ -121,7 +121,7 @@ class CompletionServer:
 
     @contextmanager
     def _counted(self, request: ApiRequest) -> Iterator[None]:
-        """Count the samples of a request as open inside this context, before they are created; refuse too many."""
+        """Count the samples of a request as open inside this context, before they are created. Refuse too many."""
         num_samples = request.num_prompts * request.num_samples
         max_samples = self._job.options.max_concurrent
         if num_samples > max_samples:
@@ -202,7 +202,7 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
-        """Run samples inside this context; yield a queue of (index of the sample, new token)."""
+        """Run samples inside this context, and yield a queue of (index of the sample, new token)."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, NewToken]] = asyncio.Queue()
         index_of: dict[int, int] = {}
@@ -374,7 +374,7 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, and serve until the process is interrupted; return the exit status."""
+    """Join the job, and serve until the process is interrupted. Return the exit status."""
     with joined_job(rank_env, device_type, OOM_HINT) as device:
         # A port in use is reported before the weights are read.
         listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None

@@ -109,7 +109,7 @@ class EngineLoop:
         receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
-        """Return the commands since the last pass; wait for a command if there is no sample. Collective."""
+        """Return the commands since the last pass. Wait for a command if there is no sample. Collective."""
         commands: list[_Command] = []
         if self._groups.rank == 0:
             try:
@@ -121,7 +121,7 @@ class EngineLoop:
         return broadcast_object(commands, self._groups.world, 0)
 
     def _apply(self, commands: Sequence[_Command]) -> bool:
-        """Execute commands; return False if a command ends the loop."""
+        """Execute commands, and return False if a command ends the loop."""
         for command in commands:
             if command is None:
                 return False

@@ -57,7 +57,7 @@ class CConvolution:
         return _Convolution.apply(self, has_silu, x_SBC, weight_CK, previous_KBC, num_previous_SB)
 
     def forward(self, inputs: tuple[Tensor, ...], *, has_silu: bool) -> Tensor:
-        """Return the output; inputs are x, weight, previous and num_previous, contiguous."""
+        """Return the output. Inputs are x, weight, previous and num_previous, contiguous."""
         out = torch.empty_like(inputs[0])
         self._forward(_to_struct(inputs, has_silu), out.data_ptr(), torch.get_num_threads())
         return out

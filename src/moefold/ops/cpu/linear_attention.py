@@ -103,7 +103,7 @@ class _Sizes(ctypes.Structure):
         return -(-size // multiple) * multiple
 
     def chunk_shapes(self, vector_width: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors of the chunks; see `CChunks`."""
+        """Return the shapes of the tensors of the chunks. See `CChunks`."""
         heads = (self.num_chunks, self.samples, self.key_heads * self.repeats)
         keys = self.padded(self.key_size, vector_width)
         solved = self.padded(self.value_size, vector_width) + (keys if self.has_delta else 0)

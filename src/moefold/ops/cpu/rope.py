@@ -23,7 +23,7 @@ SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
 
 
 class CRope:
-    """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32; saves nothing of x.
+    """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32. It saves nothing of x.
 
     Unsupported tensors fall back to PyTorch operations: interleaved pairs, other dtypes and devices.
     """

@@ -24,7 +24,7 @@ def _scaled_gemm_kernel(
     x, x_scales, w, w_scales, y, offsets, num_experts, num_rows, width, depth, stride_we, stride_se, stride_sn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r] = x[r] @ w[expert of r].T; all contiguous, the depth a whole number of blocks."""
+    """Compute y[r] = x[r] @ w[expert of r].T. All contiguous, the depth a whole number of blocks."""
     tile = tl.program_id(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
     inner = tl.arange(0, BLOCK)
@@ -152,7 +152,7 @@ class Fp8ExpertOps(TritonExpertOps):
     Args:
         block_size: values that share a scale.
         weight_cache: keeps quantised weights for a step.
-        autotuner: chooses the fastest candidate for a shape; None: the first candidate.
+        autotuner: chooses the fastest candidate for a shape. None: the first candidate.
     """
 
     probs_commute = False
@@ -222,7 +222,7 @@ class Fp8Linear:
         ).squeeze(0)
 
     def matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
-        """Compute x @ w, [M, N]; `w_KN` is a view of a weight."""
+        """Compute x @ w, [M, N]. `w_KN` is a view of a weight."""
         return self.expert_ops.grouped_gemm(GatheredRows(x_MK), w_KN.unsqueeze(0), single_expert_offsets(x_MK))
 
 

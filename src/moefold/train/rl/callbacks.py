@@ -84,7 +84,7 @@ class RolloutLogging(StageCallback):
         """True if the log has reported that no rollout has a reward."""
 
     def on_start(self, context: TrainingContext) -> None:
-        """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
+        """Open rollouts.jsonl. It removes the lines past the checkpoint that the run continues from."""
         if not context.is_first_rank or not self._every:
             return
         assert context.log is not None

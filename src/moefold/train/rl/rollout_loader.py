@@ -184,7 +184,7 @@ class RolloutLoader:
         return files | {"rl": self.kl_reference.state_dict() | table}
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; see `StepData`.
+        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts. See `StepData`.
 
         Raises:
             RunError: a reward function failed.

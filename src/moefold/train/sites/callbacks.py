@@ -68,7 +68,7 @@ class _RunningExchange:
     sent: SentVector
     round: SiteRound
     exchange: "Future[ExchangeResult] | None"
-    """Result of the exchange; None in a round of one site."""
+    """Result of the exchange, or None in a round of one site."""
 
 
 class SiteRounds(StageCallback):
@@ -290,7 +290,7 @@ class SiteRounds(StageCallback):
             outer.begin_next()
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
-        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
+        """Return the weight of this site in a round of fragments, or 0 if it has not trained since the last round."""
         outer = outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
@@ -322,7 +322,7 @@ class SiteRounds(StageCallback):
         self._record_exchange(context, running, exchanged, waited_s)
 
     def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
-        """Vote on a round, and return whether it is applied; else it is skipped. Collective."""
+        """Vote on a round, and return whether it is applied. Else it is skipped. Collective."""
         failures = [text for text in current_world().all_gather_object(failure) if text]
         why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
         if why:
@@ -354,7 +354,7 @@ class SiteRounds(StageCallback):
             self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+        """Take the outer step of the pending round, if any, and return the metrics of the round. Collective."""
         outer = outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:
@@ -490,7 +490,7 @@ STEPS = 5
 
 
 class LossSpike:
-    """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
+    """Mean loss of the steps after a round minus the mean of the steps before. `last` is the value of the last round.
 
     Args:
         gap: minimum number of steps between two rounds. No more steps are compared.
@@ -502,7 +502,7 @@ class LossSpike:
         self._before: float | None = None
         self._num_after = 0
         self.last: float | None = None
-        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
+        """Value of the last round, or None before the first round, and if fewer steps lie before or after the round."""
 
     def add(self, loss: float) -> None:
         """Add the loss of a step, computed with the weights before it."""

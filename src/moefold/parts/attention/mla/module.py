@@ -69,7 +69,7 @@ class LatentAttention(SelfAttention):
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
 
     def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
-        """Cache latents, or heads; see base class."""
+        """Cache latents, or heads. See base class."""
         if size.kind == "heads":
             return super().open_caches(current_pass, size)
         self.latent_cache = PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)
@@ -81,7 +81,7 @@ class LatentAttention(SelfAttention):
         self.latent_cache = None
 
     def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
-        """Return the dims of the heads that are computed from the latents; see base class."""
+        """Return the dims of the heads that are computed from the latents. See base class."""
         padded = self._padded_head_dim
         return (padded, padded) if self._pads_heads(device, None) else super().head_sizes(core, device)
 

@@ -91,7 +91,7 @@ class Muon(AdamW):
             )
 
     def formula(self) -> Callable[..., "Tensor"]:
-        """Return the update of one weight; see the base class."""
+        """Return the update of one weight. See the base class."""
         from moefold.parts.optimizer.muon.oracle import update
 
         return partial(update, self, super().formula())
