@@ -173,7 +173,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def format_json(document: Any, limit: int) -> str:
-    """Return JSON text that `read_json` accepts with the same limit; indented if the limit allows it.
+    """Return JSON text that `read_json` accepts with the same limit, indented if the limit allows it.
 
     Raises:
         ValueError: the text would be too large or too deep, or a value has no form in JSON.
@@ -216,7 +216,7 @@ def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes
     """Yield the lines of an open file, each with its line end.
 
     Raises:
-        LongLineError: a line is longer than `limit` bytes; reading stops there.
+        LongLineError: a line is longer than `limit` bytes. Reading stops there.
     """
     number = 0
     while line := file.readline(limit + 1):

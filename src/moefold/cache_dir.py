@@ -1,4 +1,4 @@
-"""Cache folders: a named or default folder, and a temporary fallback; entries of JSON."""
+"""Cache folders: a named or default folder, a temporary fallback, and entries of JSON."""
 
 import hashlib
 import json

@@ -130,7 +130,7 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
         patterns: files to download. Empty: all except `UNUSED_FILES` for a model, all for a data set.
 
     Raises:
-        ConfigError: the package is missing; the repository, revision or path does not exist, needs permission, or
+        ConfigError: the package is missing, or the repository, revision or path does not exist, needs permission, or
             cannot be reached and is not in the cache.
     """
     name = parse_hub_url(url, kind)

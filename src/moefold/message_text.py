@@ -14,7 +14,7 @@ _MAX_REASON_CHARS = 300
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text for a message, cut off if it is long; its type if it has no text."""
+    """Return the first line of an error's text for a message, cut off if it is long, or its type without a text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_CHARS]
 
 

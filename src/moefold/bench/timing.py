@@ -29,7 +29,7 @@ class StepTimes:
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
-        """Lower and upper quartile; minimum and maximum for fewer than four times."""
+        """Lower and upper quartile, or minimum and maximum for fewer than four times."""
         if len(self.seconds) < 4:
             return min(self.seconds), max(self.seconds)
         low, _, high = statistics.quantiles(self.seconds, n=4)
@@ -111,7 +111,7 @@ class StorageMeter(TorchDispatchMode):
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Size of the copy; larger than every cache."""
+"""Size of the copy, larger than every cache."""
 TORCH_MM = "GEMM, torch.mm"
 ONEDNN = "GEMM, oneDNN"
 COPY = "copy"

@@ -67,7 +67,7 @@ class JsonTail:
 
     @property
     def read_fraction(self) -> float:
-        """Read bytes over the bytes of the file; 1 for an empty file."""
+        """Read bytes over the bytes of the file, or 1 for an empty file."""
         return self.offset / self.size if self.size else 1.0
 
     @property
@@ -247,7 +247,7 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
 
 
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
-    """Return the values of a line; NaN for a value that is not finite, or that `nonfinite` names."""
+    """Return the values of a line. A value that is not finite, or that `nonfinite` names, is NaN."""
     broken = nonfinite_of(record)
     values = {}
     for name in NAMES:

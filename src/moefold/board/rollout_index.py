@@ -42,7 +42,7 @@ class RolloutPage:
 
     rollouts: list[dict[str, Any]]
     before: int | None
-    """`before` of the next query; None at the oldest rollout."""
+    """`before` of the next query, or None at the oldest rollout."""
     total: int
     """Number of rollouts in the file."""
 

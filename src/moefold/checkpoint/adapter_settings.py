@@ -25,7 +25,7 @@ def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str,
 
 
 def check_adapter_settings(settings: Any) -> None:
-    """Raise TypeError for values whose types `adapter_settings` does not return; {} means no adapters."""
+    """Raise TypeError for values whose types `adapter_settings` does not return. {} means no adapters."""
     if not isinstance(settings, dict):
         raise TypeError("lora is not an object")
     if not settings:

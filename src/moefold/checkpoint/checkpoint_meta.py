@@ -59,12 +59,12 @@ class TrainState:
 
     @property
     def data_files(self) -> dict[str, str]:
-        """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
+        """Fingerprints (`data.fingerprint`) of the data files at the start of the run, or empty if none were taken."""
         return self.state_of("data").get("data_files", {})
 
     @property
     def data_tokens(self) -> dict[str, int]:
-        """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
+        """Number of tokens in each token file at the start of the run. Empty for other data, and in old checkpoints."""
         return self.state_of("data").get("data_tokens", {})
 
     @property

@@ -73,7 +73,7 @@ class _Progress:
 
 
 class OrderedHashes:
-    """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; a context manager.
+    """Context manager for the SHA-256 of files or tensors whose bytes arrive in order, computed in a thread.
 
     Repeated bytes are ignored. Bytes that arrive too early are also ignored, and their file gets no hash.
     """

@@ -100,7 +100,7 @@ def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file of a folder in bytes, by name; of a remote folder by one listing."""
+    """Return the size of each file of a folder in bytes, by name. A remote folder needs one listing."""
     if isinstance(folder, RemotePath):
         return {entry.name: entry.size_bytes for entry in folder.entries() if not entry.is_dir}
     return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}

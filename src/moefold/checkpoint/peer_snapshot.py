@@ -84,7 +84,7 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
 def choose_members(
     held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout, count: int
 ) -> tuple[int, ...] | None:
-    """Return `count` survivors that together have every shard of the newest possible step; None if no choice has them.
+    """Return `count` survivors that together have every shard of the newest possible step, or None if there are none.
 
     Ranks of high numbers are left out first. A survivor with the only copy of a shard stays.
     """
@@ -233,7 +233,7 @@ class PeerSnapshots:
         self._max_bucket_bytes = max_scratch_bytes // 2
         self._plan: _Plan | None = None
         self.generation = SnapshotGeneration()
-        """The generation whose first snapshot every rank has; without snapshots before that."""
+        """The generation whose first snapshot every rank has. Before that there are no snapshots."""
         self._unconfirmed: SnapshotGeneration | None = None
         """The next generation, while this rank does not know whether all ranks have completed its first snapshot."""
         self.restored_parts: tuple[BoxTransfer, ...] = ()

@@ -43,7 +43,7 @@ def data_order_change(
     *,
     drops_files: bool = False,
 ) -> str:
-    """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
+    """Describe how the samples of a checkpoint's run differ from the samples of a recipe. Empty: they are the same.
 
     Files are compared by their content: other paths with the same fingerprints are not a difference.
 

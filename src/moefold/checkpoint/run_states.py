@@ -46,7 +46,7 @@ class Record:
 
 
 class RunStates:
-    """Registry of the objects whose state a resumed run needs; saver and loader iterate over it.
+    """Registry of the objects whose state a resumed run needs. Saver and loader iterate over it.
 
     The owner of an object adds it under a name. For a name that a checkpoint lacks, {} is loaded, the state of a new
     run. The callback of a program gets back its state at the time of its first `add`.

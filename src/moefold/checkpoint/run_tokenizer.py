@@ -112,7 +112,7 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
 
 
 def find_run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint; None if there is none."""
+    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint, or None without one."""
     for folder in (checkpoint / RUN_TOKENIZER_DIR, checkpoint.parent / RUN_TOKENIZER_DIR):
         if folder.is_dir():
             return Path(local_copy(str(folder))) if is_remote(folder) else folder

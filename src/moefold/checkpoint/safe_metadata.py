@@ -88,7 +88,7 @@ class SafeReader(dcp.FileSystemReader):
         return content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each shard of a plan once; from a remote folder with concurrent requests."""
+        """Read each shard of a plan once, from a remote folder with concurrent requests."""
         folder = _folder_of(self)
         items: dict[MetadataIndex, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):

@@ -86,7 +86,7 @@ def write_checkpoint(
 
     Args:
         state: this rank's shards, see `checkpoint_state`.
-        train_state: progress of the run; stored by the first rank.
+        train_state: progress of the run. The first rank stores it.
         group: all ranks, or None for the default group.
         planner: provides each tensor when it is written. None: all at once.
         writer: the job that saves, on the first rank. None: a job that starts with this save.

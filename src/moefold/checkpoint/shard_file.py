@@ -103,7 +103,7 @@ def read_shard(
 
     Args:
         rows: rows to read. A local file is read only there.
-        on_archive: called with the archive, which is then read whole; not allowed with `rows`.
+        on_archive: called with the archive, which is then read whole. It excludes `rows`.
 
     Raises:
         OSError: the file cannot be read.

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
 
 
 def checked_shape(args: argparse.Namespace) -> BenchShape:
-    """Return the shape of --shape, after checking the sizes; imports no torch."""
+    """Return the shape of --shape, after checking the sizes, without importing torch."""
     shape = shape_from_args(args)
     bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
     return shape

@@ -126,7 +126,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one action. Return 0 for done, intact or equal; 1 for damaged or different."""
+    """Run one action. Return 0 for done, intact or equal, and 1 for damaged or different."""
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     return action(arguments)

@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
     """Run `moefold verify` and return 0 if the mapping equals the oracle, 1 if not.
 
     Raises:
-        NoFormulaError: the oracle cannot judge the recipe; exit status 3.
+        NoFormulaError: the oracle cannot judge the recipe (exit status 3).
     """
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))

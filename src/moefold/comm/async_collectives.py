@@ -103,7 +103,7 @@ def async_all_to_all(
         x: rows to send, before encoding by `wire_format`.
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
-        wire_format: encoding of the rows; not used in a group of one rank.
+        wire_format: encoding of the rows. A group of one rank does not use it.
         resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, because
             another collective in flight at the same time does so.
     """

@@ -32,7 +32,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members; return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
+    """Sum over the members. Return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
     return _differentiable(x, group, partial(_reduce_scatter_now, group=group), partial(_all_gather_now, group=group))
 
 
@@ -75,7 +75,7 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
     """Split `split_dim` over the members and concatenate `concat_dim`, by all-to-all (Ulysses, arXiv:2309.14509).
 
     Args:
-        x: local tensor; group.size divides its size along split_dim.
+        x: local tensor. Its size along split_dim is a multiple of group.size.
         split_dim: the dim that becomes local.
         concat_dim: the dim that becomes full, in group order.
     """
@@ -104,7 +104,7 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_sum_(x: Tensor, group: Group) -> None:
-    """Replace `x` by the sum over the members; no gradient, no copy."""
+    """Replace `x` by the sum over the members, without a gradient or a copy."""
     group.record_collective("all_reduce", x)
     with group.comm_timer.waiting():
         dist.all_reduce(x, group=group.handle)
@@ -289,7 +289,7 @@ def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = No
     While the caller computes with one block, the next block is in flight.
 
     Args:
-        block: this rank's block, contiguous; only read.
+        block: this rank's block, contiguous, only read.
         group: the members, whose blocks have equal shapes.
         buffers: contiguous buffers for the blocks of the other members. This rank's block is not copied there. None: a
             block is valid until the iterator advances.

@@ -66,7 +66,7 @@ class FlightRecorder:
         self.clock = RunningClock()
         """Clock of all times except snapshot times: a process that is stopped makes no progress, and does not hang."""
         self.first_rank = 0
-        """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
+        """Rank in the job of rank 0 of the default process group. It is above 0 on ranks that only sample."""
         self.members: Sequence[int] | None = None
         """Rank in the job of each rank of the default process group, or None before the ranks regroup."""
         self.awaited_rank: int | None = None
@@ -167,7 +167,7 @@ class FlightRecorder:
 
 
 def read_snapshot(file: Path) -> FlightSnapshot | None:
-    """Read the last state of a rank of this host, dead or alive, from its recorder file; None if it wrote nothing."""
+    """Read the last state of a rank of this host, dead or alive, from its recorder file, or None if it is empty."""
     try:
         return decode_snapshot(file.read_bytes())
     except OSError:

@@ -92,7 +92,7 @@ def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Ten
 
 
 def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of two or more terms to `total`, which may be one of the first two; added in their order."""
+    """Write the sum of two or more terms, added in their order, to `total`, which may be one of the first two."""
     torch.add(terms[0], terms[1], out=total)
     for term in terms[2:]:
         total.add_(term)

@@ -242,7 +242,7 @@ def _expert_mesh(layout: Layout, groups: Mapping[str, Group], device: torch.devi
 
 @dataclass(frozen=True)
 class World:
-    """Rank and world size of this process; rank 0 of 1 if torch.distributed is not initialised."""
+    """Rank and world size of this process, or rank 0 of 1 if torch.distributed is not initialised."""
 
     rank: int = 0
     size: int = 1

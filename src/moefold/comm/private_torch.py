@@ -63,7 +63,7 @@ def import_compiler() -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, without a node in the autograd graph; other tensors unchanged."""
+    """Return the local shard of a DTensor, without a node in the autograd graph, and other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

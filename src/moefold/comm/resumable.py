@@ -62,7 +62,7 @@ class ResumableTask(Generic[T]):
 
 
 class BackwardOverlap:
-    """The forward pass to resume while a collective of a backward pass is in flight; shared by all groups of a rank."""
+    """The forward pass to resume while a collective of a backward pass is in flight. All groups of a rank share it."""
 
     def __init__(self) -> None:
         self._forward_task: ResumableTask[Any] | None = None

@@ -368,7 +368,7 @@ class _Piece:
     """A range of each of some tensors, which the members exchange between two barriers."""
 
     ranges: Sequence[tuple[int, int, int]]
-    """Index of the tensor, start and end of the range in each slice; in shorter slices as far as they reach."""
+    """Index of the tensor, start and end of the range in each slice. Shorter slices end earlier."""
 
     def slices_of(self, member_slices: Sequence[Sequence[Tensor]], member: int) -> list[Tensor]:
         """Return the ranges of a member's slices."""
@@ -413,7 +413,7 @@ def _allocate_flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Te
 
 
 def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange | None:
-    """Open an exchange, collectively; None if gloo does not serve the group or not all ranks can share memory."""
+    """Open an exchange, collectively. None if gloo does not serve the group or not all ranks can share memory."""
     if group.size == 1 or not uses_gloo(group.handle, device):
         return None
     try:

@@ -60,7 +60,7 @@ class SiteRound:
     """Members of a round, as the meeting point chose them."""
 
     epoch: str
-    """Name of the set of members; for another set the members connect again."""
+    """Name of the set of members. For another set the members connect again."""
     members: tuple[int, ...]
     """The sites of the round, ascending, this site included."""
     weights: tuple[float, ...]
@@ -84,7 +84,7 @@ class ExchangeResult:
     mean: Tensor
     """Weighted sum of the members' decoded vectors, on the host."""
     decoded: Tensor
-    """This site's vector as the members decoded it; the vector itself if its code is lossless."""
+    """This site's vector as the members decoded it, or the vector itself if its code is lossless."""
     sent_bytes: int
     seconds: float
     of_members: Tensor | None = None

@@ -45,7 +45,7 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
     """Read config.json and the headers of all tensor files without values. `ignored_keys` may have any value.
 
     Raises:
-        ConfigError: as in `read_model_config`; or there are no safetensors files, or a file is missing, damaged,
+        ConfigError: as in `read_model_config`. Or there are no safetensors files, or a file is missing, damaged,
             outside the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)

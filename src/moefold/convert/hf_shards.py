@@ -150,7 +150,7 @@ def save_sidecar_files(source: Path, run: RunConfig, checkpoint: CheckpointConfi
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest shard, unless a single tensor exceeds it; the limit of transformers."""
+"""Largest shard, unless a single tensor exceeds it. It is the limit of transformers."""
 MODEL_STEM = "model"
 MTP_STEM = "moefold-mtp"
 
@@ -170,8 +170,8 @@ def assign_shards(
 
     Args:
         model: the model, for recognising MTP tensors.
-        imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
-            shards in the order of the model.
+        imported: manifest of an imported folder whose files are restored. With None, or a manifest of other tensors,
+            there are new shards in the order of the model.
         shard_bytes: size limit of a new file. 0: a single file.
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """

@@ -138,7 +138,7 @@ def _messages(source: HfSource) -> tuple[str, ...]:
 
 
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
-    """Write all tensors of a source as a checkpoint, one chunk at a time; return the digests of this process's files.
+    """Write all tensors of a source as a checkpoint, one chunk at a time. Return the digests of this process's files.
 
     Collective.
     """
@@ -211,7 +211,7 @@ def finish_checkpoint(
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer, or empty if unknown.
         dtype: run.dtype of the runs that trained the weights, or empty if no run did.
-        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None if it has all weights.
+        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters, or None for all weights.
         aux_loss: moe.aux_loss of the recipe. None: the default.
     """
     meta = CheckpointMeta(

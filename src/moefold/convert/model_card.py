@@ -195,7 +195,7 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shortest(name: str, value: Any) -> Any:
-    """Return the value of a key; a part without its defaults and its file."""
+    """Return the value of a key, a part without its defaults and its file."""
     if not isinstance(value, dict):
         return value
     is_ours = value.get("kind") in built_in_kinds(part_keys()[name])

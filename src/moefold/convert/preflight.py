@@ -121,7 +121,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
 
 
 def export_message(model: ModelConfig) -> str:
-    """Return a note if no Hugging Face family can express the model, with the settings that would help; else "".
+    """Return a note if no Hugging Face family can express the model, with the settings that would help, else "".
 
     MTP layers do not count, because an export can leave them out.
     """
@@ -267,7 +267,7 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
 def check_merge(
     checkpoints: Sequence[Path], weights: Sequence[float], out: Path, rank_env: RankEnv | None
 ) -> list[float]:
-    """Check the checkpoints of a merge, their weights (empty: equal) and the output path; return the weight of each."""
+    """Check the checkpoints of a merge, their weights (empty: equal) and the output path. Return each weight."""
     shares = list(weights) or [1.0] * len(checkpoints)
     if len(shares) != len(checkpoints):
         raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")

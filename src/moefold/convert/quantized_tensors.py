@@ -149,7 +149,7 @@ class BlockFp8Tensor(DequantizedTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor(DequantizedTensor):
-    """Experts in e2m1, [E, out, in/32, 16] with two values per byte, low bits first; read as [E, in, out]."""
+    """Experts in e2m1, [E, out, in/32, 16] with two values per byte, low bits first. They are read as [E, in, out]."""
 
     def has_matching_parts(self) -> bool:
         """Return whether there is a scale for each group of 32 values."""

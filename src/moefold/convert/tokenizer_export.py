@@ -195,7 +195,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty."""
+    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights, else empty."""
     run_tokenizer = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     trained = _trained_tokenizer(weights_folder)
     if not run_tokenizer or not trained or run_tokenizer == trained:

@@ -1,4 +1,4 @@
-"""Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
+"""Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder, and their comparison."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -351,7 +351,7 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
 
     Args:
         target: tensor with any strides.
-        source: tensor of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
+        source: tensor of the same shape up to dims of size 1, contiguous or a permutation of a contiguous tensor.
     """
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)

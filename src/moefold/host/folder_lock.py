@@ -64,7 +64,7 @@ class Owner:
         return json.dumps(asdict(self)) + "\n"
 
     def is_running_here(self) -> bool:
-        """Return whether the id is of another process of this machine that has not ended; False if that is unknown."""
+        """Return whether the id is of another process of this machine that has not ended. False if that is unknown."""
         this = ProcessId.current()
         if not self.machine or self.machine != this.machine or self.process == this.number:
             return False
@@ -87,7 +87,7 @@ class FolderLock:
     job that is refused before it writes anything removes the folders that it created.
 
     Args:
-        folder: folder that only one job at a time may write to; created if needed.
+        folder: folder that only one job at a time may write to. It is created if needed.
     """
 
     def __init__(self, folder: Path, key: str, wait_s: float) -> None:

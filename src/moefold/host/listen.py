@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
-"""Host headers for `LOOPBACK_NAMES`; starlette before 1.0 cuts an IPv6 address at its first colon."""
+"""Host headers for `LOOPBACK_NAMES`. starlette before 1.0 cuts an IPv6 address at its first colon."""
 BACKLOG = 128
 MAX_PORT = 2**16 - 1
 
@@ -146,7 +146,7 @@ class ConnectionGuard:
 
 
 class GuardedListener(socket.socket):
-    """Listening socket whose `accept` applies the limits of a guard; asyncio calls it."""
+    """Listening socket whose `accept` applies the limits of a guard. asyncio calls it."""
 
     def __init__(self, listener: socket.socket, guard: ConnectionGuard) -> None:
         """Take over a listening socket. This object closes it."""

@@ -24,7 +24,7 @@ class _ProcessManager:
 
     rank: str
     local_rank: tuple[str, ...]
-    """Names used by several implementations; the first that is set counts."""
+    """Names used by several implementations. The first that is set counts."""
     world_size: str
     local_world_size: tuple[str, ...]
     job: tuple[str, ...]
@@ -59,8 +59,8 @@ class RankEnv:
     master_address: str
     master_port: int
     record_paths: tuple[str, ...] = ()
-    """Files of moefold's own launcher: each rank records its progress in one, and the last is for the job's final
-    message; empty under other launchers."""
+    """Files of moefold's own launcher. Each rank records its progress in one, and the last is for the job's final
+    message. Empty under other launchers."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
     is_embedded: bool = False
@@ -252,7 +252,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
 
 
 def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot."""
+    """Return the rank of a SkyPilot node with one GPU or none. None: a cluster of one node, or no SkyPilot."""
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
     gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")

@@ -46,7 +46,7 @@ class RunningClock:
         threading.Thread(target=self._run, name="running clock", daemon=True).start()
 
     def end(self) -> None:
-        """End the thread; from now on all time counts."""
+        """End the thread. From now on all time counts."""
         self._ended.set()
         with self._lock:
             self._beat_s = None

@@ -79,7 +79,7 @@ class GenerateOptions(SamplingOptions):
     """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """True if prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
+    """True if prompts are messages for the chat template, as `chat_template`, `want` and `system` require."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
@@ -108,7 +108,7 @@ class GenerationRequest:
 
     model: str
     read_prompts: Callable[[], tuple[str, ...]]
-    """Returns the prompts; called after the checks of the mapping and the tokenizer."""
+    """Returns the prompts. It is called after the checks of the mapping and the tokenizer."""
     max_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
     overrides: tuple[str, ...] = ()

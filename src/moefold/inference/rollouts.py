@@ -218,7 +218,7 @@ def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], st
 
 
 def _number(score: float) -> float | None:
-    """Return a score as a JSON value; null for NaN."""
+    """Return a score as a JSON value, null for NaN."""
     return None if np.isnan(score) else float(score)
 
 

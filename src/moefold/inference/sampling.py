@@ -20,8 +20,7 @@ class SamplingParams:
     """Nucleus sampling: sample from the smallest set of likeliest tokens whose probabilities sum to this
     (arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Minimum probability of a token, relative to the likeliest token; applied before top_k and top_p
-    (arXiv:2407.01082)."""
+    """Minimum probability of a token, relative to the likeliest one, before top_k and top_p (arXiv:2407.01082)."""
     seed: int = 0
 
     @property

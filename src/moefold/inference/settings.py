@@ -61,7 +61,7 @@ class ModelOptions:
     tokenizer: str = ""
     """"bytes" or the path of a tokenizer.json, instead of the model's."""
     dtype: str = "auto"
-    """Compute type; auto: the type of the stored weights."""
+    """Compute type. auto: the type of the stored weights."""
     device: str = "auto"
     """"cpu", "cuda" or "auto"."""
     ignore_key: Sequence[str] = ()

@@ -111,7 +111,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def has_stop_string(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> bool:
-    """Return whether the last token completes a stop string; only tokens that can be part of it are decoded."""
+    """Return whether the last token completes a stop string. Only tokens that can be part of it are decoded."""
     # Each token has at least one byte; 4 more bytes, because the first may be part of a character.
     text = tokenizer.decode(tokens[-max(len(stop.encode()) for stop in stops) - 4 :])
     return any(stop in text for stop in stops)
@@ -134,7 +134,7 @@ class TextStream:
         """Index of the first id that is decoded again, as context for later ids."""
 
     def push(self, token: int) -> str:
-        """Add an id and return the text that is now final; often empty."""
+        """Add an id and return the text that is now final, often empty."""
         self._ids.append(token)
         return self._advance(is_end=False)
 

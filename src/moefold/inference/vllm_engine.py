@@ -81,7 +81,7 @@ class VllmEngine:
         """Generate a completion of every request, in their order.
 
         Args:
-            requests: requests of this data-parallel rank, possibly none; the same on its ranks of tp and pp.
+            requests: requests of this data-parallel rank, possibly none, the same on its ranks of tp and pp.
             is_complete: stop condition. A completion ends after the first token that satisfies it.
 
         Raises:

@@ -47,7 +47,7 @@ class JobResult:
     failed_rank: int | None
     """First rank that did not return, or the lost rank whose loss ended the job."""
     exitcode: int
-    """Exit code of the failed rank's process; negative: the signal that ended it."""
+    """Exit code of the failed rank's process. A negative code is the signal that ended it."""
 
 
 def run_processes(
@@ -190,7 +190,7 @@ def remove_stale_folders(parent: Path | None = None) -> None:
     """Remove this user's folders with a lock file whose owner has ended.
 
     Args:
-        parent: folder that contains them; by default the system's temporary folder.
+        parent: folder that contains them, by default the system's temporary folder.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     for folder in parent.iterdir():

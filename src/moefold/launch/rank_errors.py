@@ -30,8 +30,8 @@ class RankErrorHandler:
     In a single-rank job it only turns `sys.exit` in code that the run calls into an error that names the line.
 
     A signal ends the rank immediately with 128 + its number: code that has state to save handles signals itself. An
-    exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
-    destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
+    exception ends the rank with its message (ConfigError: exit 2, RunError: exit 1) or its traceback (exit 1). The
+    process group is not destroyed, which could block on the other ranks. Launchers end the other ranks when one exits,
     so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.
 
     In an embedded rank an exception is raised in the program instead, once the rank has deregistered from the watchdog.

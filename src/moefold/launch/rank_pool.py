@@ -156,7 +156,7 @@ def _single_omp_thread() -> Iterator[None]:
 
 
 def _collect(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
-    """Return the results in rank order; after a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
+    """Return the results in rank order. After a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
 
     Raises:
         WorkerError: a rank raised, died or hung. Its cause is the first error whose text is a message to the user.

@@ -71,7 +71,7 @@ class RankMembership:
     lost: tuple[int, ...] = ()
     """Job ranks that the change to this generation has lost."""
     plan: Any = None
-    """Data from the function that chose the members; JSON."""
+    """Data from the function that chose the members, as JSON."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class RankMembership:
 
 
 Facts = Mapping[int, Any]
-"""Facts that each survivor reported at its arrival, by job rank; JSON."""
+"""Facts that each survivor reported at its arrival, by job rank, as JSON."""
 ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 """Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
 RunError if the survivors cannot go on, and CannotChooseError if another rank has to choose."""
@@ -104,7 +104,7 @@ def read_if_set(store: dist.Store, key: str) -> str:
 
 
 class Regroup:
-    """Connection of one rank to the agreement of the survivors; used by the training thread.
+    """Connection of one rank to the agreement of the survivors, used by the training thread.
 
     Args:
         rank_env: environment of this rank. The launcher or rank 0 hosts the store.

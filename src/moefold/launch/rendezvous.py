@@ -56,7 +56,7 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
         elastic agent reuses one store for all restarts (torch >= 2.13), with the addresses of the previous ranks in it.
 
     Raises:
-        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`; or the port is taken on rank 0.
+        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`, or the port is taken on rank 0.
     """
     deadline = time.monotonic() + timeout_s
     store: dist.Store | None = None
@@ -269,11 +269,11 @@ class _StartBarrier:
             self._store.set("first", self._own_id)
 
     def poll(self) -> bool:
-        """Poll the store once; return whether this rank may start: rank 0 once all answered, others once released."""
+        """Poll the store once. Return whether this rank may start: rank 0 once all answered, others once released."""
         return self._release_ranks() if self._rank == 0 else self._is_released()
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that did not answer the current session; [0] if all did, as rank 0 did not release them."""
+        """Return the ranks that did not answer the current session, or [0] if all did: rank 0 did not release them."""
         awaited = [rank for rank in self._peer_ranks if rank != self._rank] if self.session else []
         return [rank for rank in awaited if not self._store.check([self._answer_key(rank)])] or [0]
 

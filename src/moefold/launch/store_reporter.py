@@ -140,7 +140,7 @@ class StoreReporter(threading.Thread):
             self._deregistered.wait(1.0 if status == 0 else REPORT_WAIT_S + 1.0)
 
     def claim_first(self, topic: str) -> bool:
-        """Return whether this is the first rank to claim `topic`; True if the store is lost."""
+        """Return whether this is the first rank to claim `topic`. True if the store is lost."""
         rank = str(self._rank_env.rank)
         with suppress(*STORE_ERRORS):
             return self._store is None or self._store.compare_set(f"first/{topic}", "", rank).decode() == rank
@@ -342,7 +342,7 @@ class StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _diagnose_and_exit(self, reason: str, *, is_lost_peer: bool) -> NoReturn:
-        """Collect the reports of all ranks, print the diagnosis and exit; only answer if another rank diagnoses."""
+        """Collect the reports of all ranks, print the diagnosis and exit. Only answer if another rank diagnoses."""
         store = self._connected_store
         rank = str(self._rank_env.rank)
         if store.compare_set("diagnoser", "", rank).decode() != rank:

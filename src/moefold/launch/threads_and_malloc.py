@@ -54,7 +54,7 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
     """Return the number of CPU threads of one rank.
 
     Args:
-        cores: cores that this rank may run on; for a GPU rank possibly only the cores of its NUMA node.
+        cores: cores that this rank may run on, for a GPU rank possibly only the cores of its NUMA node.
         all_cores: cores of the machine.
         local_ranks: ranks of the machine.
     """

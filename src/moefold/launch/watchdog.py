@@ -118,7 +118,7 @@ class Watchdog:
             self._store_reporter.deregister(status)
 
     def claim_first(self, topic: str) -> bool:
-        """Return whether this is the first rank to claim `topic`; True before `start`."""
+        """Return whether this is the first rank to claim `topic`. True before `start`."""
         return self._store_reporter is None or self._store_reporter.claim_first(topic)
 
     def gone_ranks(self) -> list[int]:
@@ -201,7 +201,7 @@ class Watchdog:
         return bool(new)
 
     def _request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
-        """Let the store reporter run the diagnosis, which ends the process; return if the store does not respond."""
+        """Let the store reporter run the diagnosis, which ends the process. Return if the store does not respond."""
         self._store.request_diagnosis(reason, is_lost_peer=is_lost_peer)
         deadline = time.monotonic() + REPORT_WAIT_S + PRINT_WAIT_S
         while self._store.is_store_responding() and time.monotonic() < deadline:

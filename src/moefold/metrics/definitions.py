@@ -27,7 +27,7 @@ class Metric:
     elsewhere: str = ""
     """Name and, if different, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM. It may be empty."""
     reduce: Literal["", "sum", "mean", "max", "min"] = ""
-    """Reduction of the values of all ranks; empty if every rank has the same value, or the value is already reduced."""
+    """Reduction of the values of all ranks. Empty: every rank has the same value, or it is already reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +417,7 @@ ELSEWHERE = _metrics(
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None if absent."""
+    """Return a number of a step by its path, "rl.reward", for a list the maximum, with NaN. None if absent."""
     value: Any = values
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

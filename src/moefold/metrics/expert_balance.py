@@ -47,7 +47,7 @@ class ExpertCounts:
 
 
 class ExpertCountsWriter:
-    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
+    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin, on one rank only.
 
     Opening removes the steps after `resume_step` and a truncated last record, as for metrics.jsonl. A file that is
     invalid, or has other layers or experts, is replaced.
@@ -189,7 +189,7 @@ def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
 
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
-"""Limit of the counts that are converted to floats at a time; at least one step."""
+"""Limit of the counts that are converted to floats at a time, at least one step."""
 _MAX_TRACED_COUNTS = 1 << 28
 """Limit of steps * layers * experts of a trace, whose counts take 4 bytes each in memory."""
 END_WINDOW_DIVISOR = 10
@@ -237,13 +237,13 @@ class ExpertBalance:
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
-    """Dropped tokens divided by all routed tokens, float64 [M, L]; NaN: not recorded."""
+    """Dropped tokens divided by all routed tokens, float64 [M, L]. NaN: not recorded."""
     entropy: Array
-    """Entropy of a token's scores in nats, float64 [M, L]; NaN: not recorded."""
+    """Entropy of a token's scores in nats, float64 [M, L]. NaN: not recorded."""
 
     @property
     def cut_short(self) -> str:
-        """Message if the loads end before the run's metrics by at least one recording interval; else ""."""
+        """Message if the loads end before the run's metrics by at least one recording interval, else ""."""
         last = int(self.steps[-1])
         end = int(self.drop_steps[-1]) if len(self.drop_steps) else 0
         interval = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1

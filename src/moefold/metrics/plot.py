@@ -31,7 +31,7 @@ class Curves:
 
     steps: list[int]
     loss: list[float]
-    """Loss; like `eval_loss`, the mean reward in reinforcement learning."""
+    """Loss, or the mean reward in reinforcement learning, like `eval_loss`."""
     eval_steps: list[int]
     eval_loss: list[float]
     lr: list[float]
@@ -49,7 +49,7 @@ class Curves:
 def plot_loss(run_dir: Path) -> Path:
     """Plot RUN_DIR/metrics.jsonl to RUN_DIR/loss.png, and return its path.
 
-    The upper panel shows training loss, smoothed loss and evaluations; below are the gradient norm with the learning
+    The upper panel shows training loss, smoothed loss and evaluations. Below are the gradient norm with the learning
     rate and, for MoE models, the expert balance.
 
     Raises:

@@ -15,7 +15,7 @@ NONFINITE = "nonfinite"
 MAX_STEP = 2**53
 """Largest step number that float64 represents exactly."""
 MAX_VALUE = 1e300
-"""Largest magnitude of a measurement; sums of larger values overflow."""
+"""Largest magnitude of a measurement. Sums of larger values overflow."""
 
 
 def is_step(value: Any) -> TypeGuard[int]:

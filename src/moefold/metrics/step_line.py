@@ -26,7 +26,7 @@ SHORT_RUN_STEPS = 100
 PLAIN_INTERVAL_S = 5.0
 """Approximate time between plain lines of a longer run. The interval in steps is fixed."""
 TIMED_STEPS = 10
-"""Number of first steps; the fastest of them determines the interval, because a run may start slowly."""
+"""Number of first steps. The fastest of them determines the interval, because a run may start slowly."""
 PLAIN_WIDTH = 120
 """Width of a plain line in columns."""
 COMMAND_LABELS = ("next:", "or ", "curves:")
@@ -46,7 +46,7 @@ class Progress:
 
     Args:
         steps: last step of the run.
-        first_step: first step of this process, 1-based; more than 1 after a resume.
+        first_step: first step of this process, 1-based. It is above 1 after a resume.
         stream: output stream. A terminal shows a live line, other streams plain lines. A short run has a line for every
             step. A long run has a line every few seconds, at a fixed interval in steps, and always for the first, the
             last and evaluated steps.

@@ -71,13 +71,13 @@ class AuxiliaryOutputs:
 
 
 class MetricsWriter:
-    """Writer that appends each step to RUN_DIR/metrics.jsonl and logs it to the trackers; used on one rank only.
+    """Writer that appends each step to RUN_DIR/metrics.jsonl and logs it to the trackers, on one rank only.
 
     Opening removes `removed_lines` lines: lines after `resume_step`, whose steps a killed run repeats after its last
     checkpoint, and a line that the kill truncated.
 
     Args:
-        run_dir: folder of the run; created if missing.
+        run_dir: folder of the run. It is created if missing.
         resume_step: step of the checkpoint that the run continues from. 0 for a new run.
         config: the resolved recipe, for trackers that show it.
         outputs: reports an output that fails and disables it.
@@ -233,7 +233,7 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 FAULTS_FILE = "faults.jsonl"
-"""Name of the fault log in the run folder; absent before the first fault."""
+"""Name of the fault log in the run folder. It is absent before the first fault."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """Name of the file of rollouts in the run folder: one JSON object per rollout."""
 MISMATCH_FILE = "mismatch.jsonl"

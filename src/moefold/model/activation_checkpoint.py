@@ -42,7 +42,7 @@ def no_checkpoint(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[
 
 @contextmanager
 def checkpoint_without_output(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Discard the outputs; recompute them once, when the first consumer's backward needs them."""
+    """Discard the outputs. Recompute them once, when the first consumer's backward needs them."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         yield function(*tensors)
         return
@@ -106,7 +106,7 @@ class _ResumableCheckpoint:
         return self, self._num_saved - 1
 
     def unpack(self, number: int) -> Tensor:
-        """Return the tensor of that number; only once."""
+        """Return the tensor of that number, only once."""
         if number not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(number)

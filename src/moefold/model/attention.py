@@ -122,7 +122,7 @@ class AttentionMaskSpec:
             keys: positions of the keys, int64 [Sk].
 
         Returns:
-            bool [B, Sq, Sk]; [1, Sq, Sk] where all samples have the same mask. A row may be empty.
+            bool [B, Sq, Sk], or [1, Sq, Sk] where all samples have the same mask. A row may be empty.
         """
         first_SB = torch.zeros_like(queries)[:, None] if self.documents is None else self.documents.starts_SB[queries]
         if self.window:
@@ -155,7 +155,7 @@ class TokenMixer(nn.Module, ABC):
 
         Args:
             x: [S/(cp*tp), B, H].
-            rope: RoPE of the S/cp tokens of this rank's context shard; `NoRope` in a layer without RoPE.
+            rope: RoPE of the S/cp tokens of this rank's context shard, or `NoRope` in a layer without RoPE.
 
         Returns:
             [S/(cp*tp), B, H].
@@ -167,10 +167,10 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def close_caches(self) -> None:
-        """Attend to the tokens of each pass only, as before `open_caches`; no effect without caches."""
+        """Attend to the tokens of each pass only, as before `open_caches`. Without caches it has no effect."""
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
-        """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
+        """Set this rank's number among the `tp` ranks that share the heads, without effect if no ranks share heads."""
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
         """Yield further reasons against that kernel and whether each holds. A check may rely on earlier checks."""
@@ -350,7 +350,7 @@ class CausalAttention:
 
 
 def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
-    """Return whether one attention call for each document is faster than a mask; only on a CPU."""
+    """Return whether one attention call for each document is faster than a mask, which is so only on a CPU."""
     num_documents = sum(len(bounds) - 1 for bounds in documents.bounds.of_samples)
     return q.device.type == "cpu" and MIN_LONG_DOCUMENT_TOKENS * num_documents <= q.shape[0] * q.shape[1]
 

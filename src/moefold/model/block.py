@@ -1,4 +1,4 @@
-"""Layers of a transformer: attention and a feed-forward network on a residual stream; and the settings they read."""
+"""Layers of a transformer: attention and a feed-forward network on a residual stream, and their settings."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -240,7 +240,7 @@ class Shortcut:
 
 
 def _new_selection() -> "Selection":
-    """Return an empty selection; only a model with sparse attention imports its module."""
+    """Return an empty selection. Only a model with sparse attention imports its module."""
     from moefold.model.indexer import Selection
 
     return Selection()

@@ -139,7 +139,7 @@ class FusedBlock:
         return run_modules()
 
     def _dry_run(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return a run whose choices of experts are not recorded; the rows that it caches are written again."""
+        """Return a run whose choices of experts are not recorded. The rows that it caches are written again."""
 
         def trial() -> None:
             with _unrecorded(self._ffn):
@@ -178,7 +178,7 @@ class FusedBlock:
             self.override.apply(ids_RK, self._current_pass.single_sample)
 
     def single_call(self, num_rows: int) -> "CDecodeLayer | None":
-        """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
+        """Return the layer if the kernel computes it in one call for a number of rows. None before the first pass."""
         if not self._chooses:
             return None
         is_chosen = self._choice is None or self._choice.has_chosen_fused(self._kind, num_rows)

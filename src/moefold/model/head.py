@@ -78,11 +78,11 @@ class Head(nn.Module):
         chunk: int = 0,
         softmax: SoftmaxOptions = PLAIN_SOFTMAX,
     ) -> TokenLosses:
-        """Compute the values of each token that losses combine (`TokenLosses`); labels int64 [S/cp, B].
+        """Compute the values of each token that losses combine (`TokenLosses`), for labels int64 [S/cp, B].
 
         Args:
             x: normalised hidden states, `[S/(cp*tp), B, H]`.
-            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
+            chunk: tokens whose logits are in memory at a time. 0 or too many: all, without recomputation.
         """
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
@@ -103,7 +103,7 @@ class Head(nn.Module):
         return chunked_token_losses(x_all, weight_shard, labels, options, self._bias_shard(x))
 
     def _gathered_input(self, x: Tensor) -> Tensor:
-        """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
+        """Return the input of the projection, whose factor divides the logits, by an all-gather over tp."""
         x = self.sequence_parallel.gather(x)
         if self.picked_rows_N is not None:
             x = x[self.picked_rows_N]
@@ -175,7 +175,7 @@ class ModelOutput:
         return self._head.context_parallel
 
     def logits(self) -> Tensor:
-        """Compute the logits over the whole vocabulary, [B, S/cp, V]; all-gather over tp.
+        """Compute the logits over the whole vocabulary, [B, S/cp, V], by an all-gather over tp.
 
         They are in float32 at least, and are all in memory: `cross_entropy` needs less.
         """

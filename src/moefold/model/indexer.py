@@ -147,7 +147,7 @@ class LightningIndexer(nn.Module):
         return VisibleKeys(starts_SB.int(), stops_SB.int())
 
     def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
-        """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
+        """Select the keys of all queries of the context shard, int32 [S/cp, B, K], by an all-gather over tp."""
         local_rows = self.sequence_parallel.local_rows
         visible_rows = VisibleKeys(local_rows(visible.starts_SB), local_rows(visible.stops_SB))
         return self.sequence_parallel.gather(select_keys(index, visible_rows, self.top_k))
@@ -160,7 +160,7 @@ class LightningIndexer(nn.Module):
         sums_SBK: Tensor,
         documents: PackedDocuments | None,
     ) -> Tensor:
-        """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
+        """Return the attended values with the loss over the selected keys, by a reduce-scatter over tp.
 
         Args:
             attended: output of attention. Its gradient is unchanged.

@@ -89,7 +89,7 @@ class PassRows:
 
 
 class CurrentPass:
-    """The rows of the pass that runs; shared by all layers."""
+    """The rows of the pass that runs. All layers share them."""
 
     single_sample = torch.zeros(1, dtype=torch.int64)
     """The sample ids of a pass, whose rows count as one sample."""
@@ -138,7 +138,7 @@ class LayerCache:
         return ""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each; no effect on a cache without pages."""
+        """Copy pages, int64 [n] each, without effect on a cache without pages."""
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
         """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""

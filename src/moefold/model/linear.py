@@ -12,7 +12,7 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class LinearBackend(Protocol):
-    """The three GEMMs of a linear layer, for other number formats than the tensors' dtype; no autograd."""
+    """The three GEMMs of a linear layer, for other number formats than the tensors' dtype, without autograd."""
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x @ w.T, [M, N]."""

@@ -84,7 +84,7 @@ class LinearAttention(TokenMixer):
         """Compute the layer between its projections. It communicates only the initial states.
 
         Args:
-            projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
+            projected: as `project` returns them, [S, B, ...] each, with segments or samples in B.
 
         Returns:
             The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states,
@@ -111,7 +111,7 @@ class LinearAttention(TokenMixer):
         return checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
 
     def column_linear(self, x: Tensor, *weights: Tensor, num_unquantized: int = 0) -> list[Tensor]:
-        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp.
+        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each, by one all-gather over tp.
 
         Args:
             x: [S/(cp*tp), B, K].
@@ -124,7 +124,7 @@ class LinearAttention(TokenMixer):
         )
 
     def low_rank_linear(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather the low-rank product.
+        """Apply a projection through a low rank, [S/cp, B, N/tp]. The ranks of tp gather the low-rank product.
 
         `train.precision` leaves it in the type of x.
         """
@@ -137,7 +137,7 @@ class LinearAttention(TokenMixer):
     def _train(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, starts_SB: Tensor | None
     ) -> Tensor:
-        """Compute `mix` for whole sequences; recomputed in the backward pass."""
+        """Compute `mix` for whole sequences. The backward pass recomputes it."""
         shards = self.shards
         count = shards.num_segments
         num_previous_SB = positions.unsqueeze(1).expand(-1, projected[0].shape[1])
@@ -157,7 +157,7 @@ class LinearAttention(TokenMixer):
         return _join_segments(out, count)
 
     def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: RecurrentStates) -> Tensor:
-        """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
+        """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states, without a gradient."""
         rows = [x.squeeze(1) for x in projected]
         shapes = self.state_shapes(weights)
         out = rows[0].new_zeros(len(rows[0]), local_param(self.wo).shape[1])

@@ -72,7 +72,7 @@ class CastCopy:
     values: Tensor | None = None
     """None until the parameter is first read in another dtype than its own."""
     is_fresh: bool = False
-    """True if the copy has the values of the parameter; if not, a reader casts the parameter."""
+    """True if the copy has the values of the parameter. If not, a reader casts the parameter."""
 
     def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `parameter.to(dtype)` without a cast. The gradient of each use is cast before it is added."""

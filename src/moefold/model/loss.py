@@ -37,7 +37,7 @@ class VocabRange:
     """All-reduce (sum) over the ranks that share the vocabulary."""
 
     def local_rows(self, labels: Tensor, num_rows: int) -> Tensor:
-        """Return the local row of each label, int64 [N], out of `num_rows`; -1 for a label of another rank."""
+        """Return the local row of each label, int64 [N], out of `num_rows`, or -1 for a label of another rank."""
         row_N = labels.flatten() - self.start
         return row_N.where((row_N >= 0) & (row_N < num_rows), -1)
 
@@ -252,7 +252,7 @@ def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tens
     """Return the gradients of each token's loss and normalizer, for logits over the temperature.
 
     Returns:
-        [2, N]; [1, N] if the normalizer has no gradient of its own.
+        [2, N], or [1, N] if the normalizer has no gradient of its own.
     """
     grad_loss, grad_normalizer = grads[:2]
     if grad_normalizer is None:

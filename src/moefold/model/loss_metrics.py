@@ -21,7 +21,7 @@ class LossMetric:
 
 
 class LossMetricRecorder:
-    """Values that the loss of this rank's last stage records during a step; local, on the device, without gradients.
+    """Values that the loss of this rank's last stage records in a step, on the device, without gradients.
 
     The metrics of a step are summed over the ranks together with the loss terms, see `TrainingStep`.
     """
@@ -63,7 +63,7 @@ class LossMetricRecorder:
         return torch.stack(rows) if rows else nothing.new_zeros(0, 2)
 
     def maxima(self, device: torch.device) -> Tensor:
-        """Return each maximum, float64 [maxima]; -inf for a maximum that was not recorded."""
+        """Return each maximum, float64 [maxima], or -inf for a maximum that was not recorded."""
         lowest = torch.full((), -torch.inf, dtype=torch.float64, device=device)
         values = [self._maxima.get(name, lowest) for name in self._names("max")]
         return torch.stack(values) if values else lowest.new_zeros(0)

@@ -75,7 +75,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
 
     Args:
         out: the folder. It must not exist.
-        dtype: dtype of the tensors; auto: float32, as in training.
+        dtype: dtype of the tensors. auto: float32, as in training.
 
     Raises:
         ConfigError: `out` cannot be used, or a matrix is not a module of the family.
@@ -222,7 +222,7 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
 def _base_name(base: Path) -> tuple[str, str]:
     """Return the Hugging Face folder of the base weights, or the folder that they were imported from, and a note.
 
-    A snapshot of the hub is named ORG/NAME, for PEFT; other folders by their absolute paths.
+    A snapshot of the hub is named ORG/NAME, for PEFT. Other folders have their absolute paths.
     """
     if repo := repo_of_snapshot(str(base)):
         return repo, ""
@@ -244,7 +244,7 @@ def _base_name(base: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class PeftSource:
-    """Adapters of a folder of PEFT, by our names; a weight source that holds all adapters in memory."""
+    """Adapters of a folder of PEFT, by our names, as a weight source that holds all adapters in memory."""
 
     tensors: dict[str, Tensor]
 

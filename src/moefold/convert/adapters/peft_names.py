@@ -43,13 +43,13 @@ class PeftModule:
         return f"{PREFIX}{self.module}{SUFFIXES[0]}", f"{PREFIX}{self.module}{SUFFIXES[1]}"
 
     def to_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a matrix, A [r, in], B [out, r]; for experts A [E, in, r], B [E, r, out]."""
+        """Convert the adapter of a matrix, A [r, in], B [out, r]. Experts have A [E, in, r], B [E, r, out]."""
         if self.expert is None:
             return a.contiguous(), self._rows(b, from_ours=True)
         return a[self.expert].t().contiguous(), self._rows(b[self.expert].t(), from_ours=True)
 
     def from_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a module: A [r, in], B [out, r]; for an expert A [in, r], B [r, out]."""
+        """Convert the adapter of a module: A [r, in], B [out, r]. An expert has A [in, r], B [r, out]."""
         ours = self._rows(b, from_ours=False)
         return (a, ours) if self.expert is None else (a.t(), ours.t())
 

@@ -22,7 +22,7 @@ _MAX_NUMBER = 2**53
 
 
 def setting_of(model: ModelConfig, key: str) -> Any:
-    """Return the value of a key of a model by its path; for `layers` their number.
+    """Return the value of a key of a model by its path, for `layers` their number.
 
     The value is 0 for a setting of another kind, or of an absent table.
     """
@@ -181,7 +181,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class HeadSize:
-    """head_dim; if absent, `default`, whose value 0 means hidden_size / num_attention_heads."""
+    """head_dim. If absent, `default`, whose value 0 means hidden_size / num_attention_heads."""
 
     default: int = 0
     is_derived: bool = False
@@ -228,7 +228,7 @@ class AttentionMultiplier:
     """`attention_multiplier` of Granite: the factor of the attention scores."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
+        """Read the factor. 1/sqrt(head_dim) is the default of moefold."""
         settings = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
         if settings["attention.scale"] <= 0:
             raise ConfigError(
@@ -401,7 +401,7 @@ class LatentHeadSizes:
 
 @dataclass(frozen=True)
 class NormTopKProb:
-    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1; if absent, `default`."""
+    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1. If absent, `default`."""
 
     default: bool
 

@@ -110,7 +110,7 @@ class Family:
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
             not read them. Its group is the number of the expert. Empty: no such tensors.
         renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
-        multimodal: folders of a multimodal model whose text model has this family; None if there are no such folders.
+        multimodal: folders of a multimodal model whose text model has this family, or None without such folders.
         exported_as: name of the family that an export writes instead. Empty: this one.
         options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in
             addition to the usual values of declared keys.
@@ -319,7 +319,7 @@ def backbone_fields(
     """Return the fields that all families share. The arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None if there is no RoPE.
+        rope: reader of the RoPE parameters. A number is the default of theta, for whole heads. None: there is no RoPE.
         layers: field of the number of layers. None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
@@ -364,4 +364,4 @@ def latent_fields(
 
 
 KEY_VALUE_HEADS = Renamed("num_key_value_heads", "attention.num_kv_heads", default_key="num_attention_heads")
-"""Number of key-value heads; if absent, the number of query heads."""
+"""Number of key-value heads. If absent, the number of query heads."""

@@ -53,7 +53,7 @@ def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> Model
 
     Raises:
         ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does not
-            support; or a JSON file has an unknown key that is not in `ignored_keys`.
+            support, or a JSON file has an unknown key that is not in `ignored_keys`.
     """
     return inspect_folder(folder, ignored_keys)[0]
 
@@ -224,7 +224,7 @@ def families_for(model: ModelConfig, first: str = "") -> Iterator[Family]:
 
 
 def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
-    """Return the settings of a model that the family's config.json cannot express; empty if it can express the model.
+    """Return the settings of a model that the family's config.json cannot express, or empty if there are none.
 
     A family can express a model if writing and reading back its config.json gives the same model.
     """

@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 class KeyReader(Mapping[str, Any]):
     """Keys of a JSON object, with a record of accessed keys. Nested objects have their own records.
 
-    It does not support iteration, so that a copy does not count as access to every key; `overlay` copies.
+    It does not support iteration, so that a copy does not count as access to every key. `overlay` copies.
 
     Attributes:
         read_keys: accessed keys, present or not.
@@ -62,7 +62,7 @@ def overlay(hf_config: Json, values: Json) -> Json:
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
-    """Record keys as read that other keys make void; objects with all of their keys."""
+    """Record keys as read that other keys make void. Objects count with all of their keys."""
     for key in keys:
         value = hf_config.get(key)
         if isinstance(value, KeyReader):

@@ -148,7 +148,7 @@ class TensorBlock:
         hf_name: name of the HF tensor.
         part: number of our block in a tensor that fuses several parameters of one shape: 0 for gate, 1 for up.
         axis: HF dim of the fusion.
-        step: 1 for consecutive parameters; else the number of parameters whose indices alternate.
+        step: 1 for consecutive parameters, else the number of parameters whose indices alternate.
         dims: for each of our dims the HF dim. Empty: the same dims. Other HF dims have size 1.
         num_dims: number of HF dims, if the last dims are not in `dims`.
     """

@@ -91,7 +91,7 @@ class GenerationEngine:
     """Generates completions of any number of requests at once.
 
     The tokens and log-probabilities of a request do not depend on the other requests or the settings. Ranks of tp and
-    pp pass the same requests; ranks of dp (and of cp, which acts like dp) pass their own.
+    pp pass the same requests. Ranks of dp (and of cp, which acts like dp) pass their own.
 
     Args:
         model: an inference model, or a model in training, whose weights are used in place.
@@ -333,7 +333,7 @@ class GenerationSession:
         return changed_NV
 
     def _draw(self, logits_NV: Tensor | None, samples: Sequence[_OpenSample]) -> list[list[float]]:
-        """Draw the next token of each sample on the last stage; return the results on every rank, a list for each kind.
+        """Draw the next token of each sample on the last stage. Return the results on every rank, a list for each kind.
 
         These are the tokens and their log-probabilities, and with alternatives the ids of the most likely tokens and
         their log-probabilities, in descending order.

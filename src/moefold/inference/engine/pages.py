@@ -58,7 +58,7 @@ class PagePool:
         self.num_changes += 1
 
     def release(self, page: int) -> None:
-        """Remove a reference; removing the last reference frees the page."""
+        """Remove a reference. Removing the last one frees the page."""
         assert self._num_references[page] > 0, f"page {page} is free"
         self._num_references[page] -= 1
         self.num_changes += 1
@@ -171,7 +171,7 @@ MIN_PAGE_BYTES = 1024
 
 
 def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
-    """Return the pages that fit into the cache of a rank, at least one; None if it is as large as the requests need."""
+    """Return the pages that fit into the cache of a rank, at least one, or None for as many as the requests need."""
     if settings.cache_gib == 0:
         return None
     page_bytes = max(sizes.kv_bytes(sizes.page_positions, settings.cache), MIN_PAGE_BYTES)

@@ -49,7 +49,7 @@ class Request:
     prompt_number: int = 0
     """Key of the random numbers, at least 0."""
     sample_number: int = 0
-    """Key of the random numbers, at least 0; different for the samples of one prompt."""
+    """Key of the random numbers, at least 0. The samples of one prompt have different keys."""
     max_tokens: int
     """Maximum number of new tokens, at least 1."""
     eos_ids: frozenset[int] = frozenset()
@@ -117,7 +117,7 @@ class EngineSettings:
     slots: int = 256
     """Maximum samples that are decoded at a time."""
     pass_tokens: int = 2048
-    """Maximum tokens of a forward pass, of prompts and of samples together; at least `slots`."""
+    """Maximum tokens of a forward pass, of prompts and of samples together, at least `slots`."""
     cache_gib: float = 1.0
     """GiB for the cached keys and values (or latents) of this rank's layers. 0: as much as the requests need."""
     cache: CacheKind = "latents"

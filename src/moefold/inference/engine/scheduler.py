@@ -25,7 +25,7 @@ class PassLimits:
     slots: int
     """Maximum samples with pages at a time."""
     pass_tokens: int
-    """Maximum tokens of a pass; at least `slots`."""
+    """Maximum tokens of a pass, at least `slots`."""
     num_pages: int
     """Pages of the cache. They must hold the longest sample."""
     page_positions: int

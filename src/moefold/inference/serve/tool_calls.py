@@ -134,7 +134,7 @@ def _parse_tagged(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | N
 
 
 def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tool_use: ToolUse) -> Call:
-    """Return a call whose arguments are texts; arguments that are not strings in the tool's schema are JSON."""
+    """Return a call whose arguments are texts. Arguments that are not strings in the tool's schema are JSON."""
     if name not in _names(tool_use):
         raise NoCallError
     schema = tool_use.parameters_of(name)
@@ -401,7 +401,7 @@ class CallReader:
 
 
 def call_id(tool_format: ToolFormat | None) -> str:
-    """Return an id of a call; templates of Mistral require nine letters and digits."""
+    """Return an id of a call. Templates of Mistral require nine letters and digits."""
     if tool_format is not None and tool_format.name == "[TOOL_CALLS]":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
