@@ -68,7 +68,7 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
 
 
 def _int_or_zero(tree: Mapping[str, Any], name: str) -> int:
-    """Return an integer of an unvalidated tree, or its default; 0 for anything else."""
+    """Return an integer of an unvalidated tree, or its default, or 0 for anything else."""
     value: Any = tree
     names = name.split(".")
     for inner in names:
@@ -268,7 +268,7 @@ class LoadedRecipe(NamedTuple):
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe and apply the overrides; also return the keys that were set, and messages on adapted settings.
+    """Read a recipe and apply the overrides. Also return the keys that were set, and messages on adapted settings.
 
     Arguments and errors are as for `load_config`.
     """

@@ -131,10 +131,10 @@ class RemotePath(PosixPath):
 
     @contextmanager
     def _requests(self) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the key of this path; turn errors of its library into OSError.
+        """Yield the file system and the key of this path. Turn errors of its library into OSError.
 
         Raises:
-            OSError: the operation failed; `strerror` is the reason in one line.
+            OSError: the operation failed. `strerror` is the reason in one line.
         """
         filesystem, key = self._open_filesystem()
         try:
@@ -240,7 +240,7 @@ class RemotePath(PosixPath):
             yield self / entry.name
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """Yield the entries of the folder whose names match a pattern without a slash; none if there is no folder."""
+        """Yield the entries of the folder whose names match a pattern without a slash, or none without a folder."""
         assert "/" not in pattern
         try:
             entries = self.entries()
@@ -324,7 +324,7 @@ class RemotePath(PosixPath):
                 raise
 
     def delete_tree(self) -> None:
-        """Delete the file, or all files below this path; nothing if there are none."""
+        """Delete the file, or all files below this path, if there are any."""
         try:
             with self._requests() as (filesystem, key):
                 if _is_pattern(key):

@@ -316,7 +316,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
     sums at every member, and added in ring order, starting with the member after the destination.
 
     Args:
-        partial_sum: computes this rank's partial sum for a member, overwritten here; contiguous, all of one shape.
+        partial_sum: computes this rank's partial sum for a member, overwritten here. All are contiguous, of one shape.
     """
     total = partial_sum((group.rank - 1) % group.size)
     for step in range(1, group.size):

@@ -101,7 +101,7 @@ class PagedSelection(PagedCache):
         return keys, values, selected.unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer without an indexer; return keys and values; local."""
+        """Cache the tokens of this pass in a layer without an indexer, and return keys and values."""
         slots_R = self._pass.current.slots_R
         keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
         if value is None:
@@ -174,7 +174,7 @@ def select_slots(
 
 
 def _previous_slots(tables_RP: Tensor, positions_R: Tensor, page_positions: int) -> Tensor:
-    """Return the slot of the position before each row's, int64 [R]; -1 for position 0."""
+    """Return the slot of the position before each row's, int64 [R], or -1 for position 0."""
     before_R = (positions_R - 1).clamp(min=0)
     pages_R = tables_RP.gather(1, (before_R // page_positions).unsqueeze(1)).squeeze(1)
     slots_R = pages_R.long() * page_positions + before_R % page_positions

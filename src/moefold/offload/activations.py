@@ -200,7 +200,7 @@ class ActivationOffload:
         return run
 
     def _begin_part_run(self) -> PartRun | None:
-        """Start a run of a part; None outside a forward pass with a backward."""
+        """Start a run of a part, or None outside a forward pass with a backward."""
         micro_batch = self._thread_state.micro_batch
         if micro_batch is None:
             return None

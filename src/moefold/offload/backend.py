@@ -189,7 +189,7 @@ STALE_GROWTH_FACTOR = 1.5
 
 
 class BandwidthMeter:
-    """Bytes and busy time of one direction; thread-safe.
+    """Bytes and busy time of one direction, thread-safe.
 
     Concurrent transfers share the bandwidth, so the busy time is the time while at least one of them runs.
 
@@ -208,7 +208,7 @@ class BandwidthMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of this step, or of earlier steps if it has no transfer yet; infinite if unknown."""
+        """Bandwidth of this step, or of earlier steps if it has no transfer yet. Infinite if unknown."""
         with self._lock:
             return self._bytes / self._busy_s if self._bytes and self._busy_s else self._bytes_per_s
 

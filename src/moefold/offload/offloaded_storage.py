@@ -14,7 +14,7 @@ from moefold.offload.backend import OffloadBackend
 
 
 class OffloadedStorage:
-    """The storage of some saved tensors; used by the training thread, and stored by one I/O thread at a time.
+    """The storage of some saved tensors, used by the training thread, and stored by one I/O thread at a time.
 
     It exists as long as the autograd graph references one of these tensors. A loaded storage stays until then.
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 Candidates = Mapping[str, Callable[[], object]]
 CandidateTimes = dict[str, float]
-"""Milliseconds by candidate; infinite for a candidate that raised."""
+"""Milliseconds by candidate, or infinite for a candidate that raised."""
 Times = dict[str, dict[int, CandidateTimes]]
 """Times by operation with its shape, and by octave of the number of rows."""
 NUM_WARMUP_RUNS = 2
@@ -160,7 +160,7 @@ class Autotuner:
             gather: returns the measured times of all ranks, in the order of ranks.
 
         Returns:
-            The merged times of all ranks; the same on all ranks.
+            The merged times of all ranks, the same on each.
         """
         measured = merge_times(gather(self._measured))
         for operation, by_octave in measured.items():

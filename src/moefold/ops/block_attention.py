@@ -45,7 +45,7 @@ def scale_queries(q: Tensor, scale: float | None) -> Tensor:
 
 
 def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp with the sinks; unchanged without sinks.
+    """Return output and log-sum-exp with the sinks, unchanged without sinks.
 
     Args:
         out: attention over all keys, [S, B, A, D].
@@ -258,7 +258,7 @@ def attention_block_backward(
         k: keys of the block, [Sk, B, G, D].
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
-        lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
+        lse: log-sum-exp merged over the same blocks, [Sq, B, A], finite.
         block_mask, kernel: as in the forward pass of this block.
 
     Returns:
@@ -293,7 +293,7 @@ def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
     Args:
         out: running output, [Sq, B, A, D], float32 or float64.
-        lse: running log-sum-exp, [Sq, B, A], of the same dtype; finite, as each query attends to itself in the first
+        lse: running log-sum-exp, [Sq, B, A], of the same dtype, finite, as each query attends to itself in the first
             block.
         block_out: output of the block, [Sq, B, A, D], any floating dtype.
         block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
@@ -343,7 +343,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """CUDA flash kernel with sliding windows and sequences of variable length; bfloat16 and float16.
+    """CUDA flash kernel with sliding windows and sequences of variable length, for bfloat16 and float16.
 
     It reads [B, S, heads, D] by its strides. Sequences of variable length are read as [B*S, heads, D], which is a copy
     if B is not 1.

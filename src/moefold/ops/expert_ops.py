@@ -52,11 +52,11 @@ class Permutation:
     """
 
     token_R: Tensor
-    """Token of each row, int64 [R]; 0 in a padding row."""
+    """Token of each row, int64 [R], 0 in a padding row."""
     topk_index_R: Tensor
-    """Index t*K + k of each row's routed token, int64 [R]; 0 in a padding row."""
+    """Index t*K + k of each row's routed token, int64 [R], 0 in a padding row."""
     row_TK: Tensor
-    """Row of each routed token, int64 [T, K]; 0 for an absent token."""
+    """Row of each routed token, int64 [T, K], or 0 for an absent token."""
     tokens_per_expert_E: Tensor
     """int64 [E]. Sums to R, or to less where rows of dropped tokens follow."""
     kept_TK: Tensor | None

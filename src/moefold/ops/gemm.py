@@ -53,7 +53,7 @@ class Gemm:
         return self.upcast(w.to(dtype))
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
-        """Return `rows` rounded up to a count for which oneDNN caches a kernel; unchanged where oneDNN is not used."""
+        """Return `rows` rounded up to a count for which oneDNN caches a kernel, unchanged where oneDNN is not used."""
         uses_mkl = like.dtype == torch.float64 or (
             (like.dtype == torch.float32 or is_faster_in_fp32(like)) and not _USES_ONEDNN_FP32
         )

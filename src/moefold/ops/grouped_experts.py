@@ -151,7 +151,7 @@ class GroupedExpertOps:
         return y_RN if permute_map is None else self.combine(y_RN, permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
+        """Compute rows.T @ grad over the rows of each expert, [E, K, N], or 0 for an expert without rows."""
         return weight_gradient_per_expert(torch.matmul, rows, grad, offsets_E)
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from moefold.ops.elementwise import widened
 
 
 class NormKernel(Protocol):
-    """Implementation of RMSNorm's forward and backward; no autograd."""
+    """Implementation of RMSNorm's forward and backward, without autograd."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (normalised x, reciprocal RMS of each row [N, 1], in float32 at least)."""

@@ -31,7 +31,7 @@ PROBE_WINDOW = 100
 
 
 class FlashPages:
-    """Attention to pages by flash attention, without autograd; bfloat16 and float16.
+    """Attention to pages by flash attention, without autograd, for bfloat16 and float16.
 
     Args:
         fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower for

@@ -104,7 +104,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the routing probability of each row, [R]; 0 in padding rows."""
+    """Gather the routing probability of each row, [R], 0 in padding rows."""
     probs_R = probs_TK.flatten().index_select(0, permutation.topk_index_R)
     if permutation.non_padding_R is not None:
         probs_R.masked_fill_(~permutation.non_padding_R, 0.0)
@@ -112,7 +112,7 @@ def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:
 
 
 def values_per_choice(values_R: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the value of each routed token's row, [T, K]; 0 for dropped tokens."""
+    """Gather the value of each routed token's row, [T, K], or 0 for dropped tokens."""
     if len(values_R) == 0:
         return values_R.new_zeros(permutation.row_TK.shape)
     values_TK = values_R[permutation.row_TK]

@@ -201,7 +201,7 @@ class _SelectedKeys:
         self.value_RGKE = self.key_RGKD[..., :value_dim] if v is None else self._gather(v).to(dtype)
 
     def scores(self, scale: float) -> Tensor:
-        """Return the scores of the selected keys, [R, G, A/G, K]; minus infinity in empty places."""
+        """Return the scores of the selected keys, [R, G, A/G, K], minus infinity in empty places."""
         scores = (self.query_RGMD * scale) @ self.key_RGKD.mT
         return scores.masked_fill_(self._is_empty_RK[:, None, None], -torch.inf)
 
@@ -215,7 +215,7 @@ class _SelectedKeys:
 
 
 def attention_sums(q: Tensor, k: Tensor, is_visible_BSN: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Return the probability of each key summed over the heads, [S, B, N], for dense attention; no gradient.
+    """Return the probability of each key summed over the heads, [S, B, N], for dense attention, without a gradient.
 
     Args:
         q: queries of a block, [S, B, A, D].

@@ -53,7 +53,7 @@ class TaskAttention:
 
     Args:
         rows: first row and row after the last of the queries of each task, int64 [K, 2]. The tasks cover all R rows.
-        keys: first key and key after the last of each task, int64 [K, 2]; at least as many as queries.
+        keys: first key and key after the last of each task, int64 [K, 2], at least as many as queries.
         window: sliding window: maximum number of keys of a query, its own included. 0: no limit.
     """
 

@@ -38,7 +38,7 @@ class OptimizerRun:
 
     @property
     def store(self) -> StateStore:
-        """Store of the moments; on the device if the recipe offloads none."""
+        """Store of the moments, on the device if the recipe offloads none."""
         return self.state_store or StateStore()
 
 

@@ -1,4 +1,4 @@
-"""Outer optimizer of DiLoCo (arXiv:2311.08105) on this rank's shards; no communication.
+"""Outer optimizer of DiLoCo (arXiv:2311.08105) on this rank's shards, without communication.
 
 The outer weights phi are the weights after the last round, equal on all sites. A site trains its own weights theta from
 them. In a round the sites exchange their differences D = phi - theta. With g, the weighted mean of the differences,

@@ -167,7 +167,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def swap_weights(self) -> bool:
-        """Exchange weights and outer weights, to evaluate the outer weights; return whether any differed; local."""
+        """Exchange weights and outer weights, to evaluate the outer weights. Return whether any differed."""
         differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)

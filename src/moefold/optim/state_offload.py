@@ -123,7 +123,7 @@ class MmapStore(PinnedStore):
     the memory of the process. The kernel writes them to disk when it needs the memory.
 
     Args:
-        folder: folder on the disk; created if needed.
+        folder: folder on the disk, created if needed.
         min_bytes: see `PinnedStore`.
     """
 

@@ -46,7 +46,7 @@ class GatheredWeights:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return the values of a region on rank 0, on the CPU. Other ranks get undefined values of its shape.
 
-        Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
+        Uses one all-to-all where only rank 0 receives, or none if rank 0 holds the region.
         """
         box = Box(tuple(span.start for span in region), tuple(span.stop - span.start for span in region))
         dtype = self._dtypes[name]

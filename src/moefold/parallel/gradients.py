@@ -39,7 +39,7 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Grou
 
 
 def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
-    """Return this rank's summand of the squared gradient norm of the whole model; no communication.
+    """Return this rank's summand of the squared gradient norm of the whole model, without communication.
 
     A gradient replicated on n ranks contributes 1/n of its square on each of them: summed over the world, each logical
     element counts once.

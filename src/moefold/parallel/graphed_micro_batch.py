@@ -80,7 +80,7 @@ class MicroBatchGraph:
         self._loss, self._replay = recorder.record(run)
 
     def zero_gradients(self) -> None:
-        """Give the parameters gradients of zero, at the addresses of the graph; the optimizer drops them each step."""
+        """Give the parameters gradients of zero, at the addresses of the graph. The optimizer drops them each step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         foreach_zero_([gradient for _, gradient in self._gradients])

@@ -21,7 +21,7 @@ from moefold.topology.rollout_mapping import fetches_experts
 
 
 class ForwardChain:
-    """Stages of this rank in the chain of all stages; hidden states are sent point to point between pipeline ranks."""
+    """Stages of this rank in the chain of all stages. Hidden states are sent point to point between pipeline ranks."""
 
     fetches_experts = False
     """True if ranks read each other's experts from shared memory."""
@@ -47,7 +47,7 @@ class ForwardChain:
         """Run one batch. Collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
-            tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
+            tokens: int64 [B, S]. On a rank without the first stage only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers.
             token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp], or None without padding.
 
@@ -85,7 +85,7 @@ class ForwardChain:
         """Broadcast a tensor from the last stage to the ranks of the same attention coordinates. Collective over pp.
 
         Args:
-            x: the tensor to send; elsewhere a tensor of the same shape and dtype.
+            x: the tensor to send. Elsewhere it is a tensor of the same shape and dtype.
         """
         return broadcast(x, self.groups.pp, self._owners[-1])
 
@@ -153,7 +153,7 @@ class InferenceModel(ShardedStages):
         Collective over all ranks: with dp, each rank has its own batch of the same shape.
 
         Args:
-            tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
+            tokens: int64 [B, S/cp]. On other stages than the first only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers. None: S/(cp*tp).
             is_token: tokens that are not padding, bool [B, S/cp]. None: all. Padding is not routed.
 

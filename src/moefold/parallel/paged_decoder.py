@@ -150,7 +150,7 @@ class PagedDecoder:
       `Head.fused` after such layers.
 
     Args:
-        chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
+        chain: from `forward_chain`, under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
         records_routing: whether the chosen experts are recorded for `recorded_choices`.
     """
 
@@ -210,7 +210,7 @@ class PagedDecoder:
         self._routing.clear()
 
     def _fuse_layers(self) -> None:
-        """Set `fused` on the layers and the head that the C kernel supports; after the caches are opened."""
+        """Set `fused` on the layers and the head that the C kernel supports, after the caches are opened."""
         if self._size.page_positions != PAGE_POSITIONS:
             return
         decode_passes: dict[CDecode, CDecodePass] = {}
@@ -291,7 +291,7 @@ class PagedDecoder:
             picked_N: rows whose logits are returned, int64 [N].
 
         Returns:
-            Logits of this rank's vocabulary shard, [N, V/tp], float32 or higher, on the ranks of the last stage;
+            Logits of this rank's vocabulary shard, [N, V/tp], float32 or higher, on the ranks of the last stage,
             elsewhere None.
         """
         self._pass.rows = rows

@@ -67,7 +67,7 @@ class ShardedStages:
 
     @cached_property
     def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model; not sharded."""
+        """All buffers of this rank by their names in the full model, not sharded."""
         return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def moe_layers(self) -> dict[int, MoELayer]:
@@ -81,7 +81,7 @@ class ParallelModel(ShardedStages):
 
     runner: StepRunner
     cast_copies: CastCopies = field(default_factory=CastCopies)
-    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
+    """Copies of the weights in the compute dtype, without FSDP, which casts the weights that it gathers."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:

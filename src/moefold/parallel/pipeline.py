@@ -109,7 +109,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return this rank's loss terms, [terms], without gradients; 0 except on the last stage."""
+        """Return this rank's loss terms, [terms], without gradients, 0 except on the last stage."""
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
             self._eval_schedule.run(self._split(batch))

@@ -69,7 +69,7 @@ class AttentionStatistics:
 
 
 class RowTransfer:
-    """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
+    """Exchange of rows in token order: other ranks need rows of this rank's tokens, and it needs rows of theirs.
 
     Args:
         needed: the tokens that this rank needs. Their rows are the rows of a buffer.
@@ -103,7 +103,7 @@ class RowTransfer:
         self._own_places = rank.index(places[ids])
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
+        """Communicate, and return the rows of the needed tokens, [C, W] -> [needed tokens, W]."""
         if self._is_identity:
             return x
         gathered = x.new_empty((self._num_rows, x.shape[1]))

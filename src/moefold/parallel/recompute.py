@@ -49,7 +49,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes; 0 for a CPU, whose memory is not divided among ranks."""
+    """Return the memory of a GPU in bytes, or 0 for a CPU, whose memory is not divided among ranks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 

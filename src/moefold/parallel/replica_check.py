@@ -36,7 +36,7 @@ class Divergence:
     """Name: a parameter, a moment (`NAME.exp_avg`), gathered weights, a buffer, the batch, or a host fact."""
     axis: str
     ranks: tuple[int, ...]
-    """The ranks that differ from the majority; all of the group if there is no majority."""
+    """The ranks that differ from the majority, or all of the group if there is no majority."""
     members: tuple[int, ...]
     """All ranks that hold the value."""
 
@@ -276,7 +276,7 @@ def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Pa
 
 
 def _minority_ranks(digests: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority (more than half); all without a majority, none if all agree."""
+    """Return the ranks that differ from the majority (more than half), all without a majority and none if all agree."""
     counts = Counter(digests.values())
     if len(counts) < 2:
         return ()

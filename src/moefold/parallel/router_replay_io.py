@@ -104,7 +104,7 @@ class RouterReplayBuffer:
                 pass
 
     def _gather_layers(self) -> Iterator[Array]:
-        """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0; empty arrays elsewhere."""
+        """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0, and empty arrays elsewhere."""
         shape = self._shape
         groups = self._groups
         for number in shape.layers:

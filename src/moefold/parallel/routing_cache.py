@@ -17,7 +17,7 @@ from moefold.parallel.router_replay_io import torch_dtype
 
 
 class RoutingCache:
-    """Expert choices of one MoE layer for all cached tokens; the `override` of its router while rollouts are sampled.
+    """Expert choices of one MoE layer for all cached tokens, the `override` of its router while rollouts are sampled.
 
     Args:
         num_slots: positions of the cache, of all pages together.

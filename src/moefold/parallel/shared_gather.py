@@ -21,7 +21,7 @@ from moefold.comm.shared_memory import PipeBarrier, SharedExchange, open_shared_
 from moefold.errors import RunError
 
 ALIGNMENT = 64
-"""Bytes; the alignment of torch's own allocations on a CPU."""
+"""Bytes of the alignment of torch's own allocations on a CPU."""
 
 
 @dataclass(frozen=True)

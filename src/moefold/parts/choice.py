@@ -215,7 +215,7 @@ def _oracle_thresholds(scores: OracleScores) -> "Tensor":
 
 @dataclass(frozen=True, kw_only=True)
 class SinkhornChoice(ChoicePart, kind="sinkhorn"):
-    """The best logits after offsets that balance the experts, in training; the best logits in evaluation."""
+    """The best logits after offsets that balance the experts, in training. In evaluation the best logits."""
 
     reads_micro_batch: ClassVar[bool] = True
     iterations: Annotated[int, at_least(1), MaxMagnitude(10_000)] = 20

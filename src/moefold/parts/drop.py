@@ -60,7 +60,7 @@ def _order_by_probability(ids: "Tensor", probs: "Tensor", by_index: "Tensor") ->
 
 
 def _by_probability(queue: list[QueueEntry]) -> list[QueueEntry]:
-    """Sort a queue by descending probability; neighbours that differ by at most 2**-36 of them are sorted by index."""
+    """Sort a queue by descending probability. Neighbours that differ by at most 2**-36 of them are sorted by index."""
     ties: list[tuple[int, QueueEntry]] = []
     tie = 0
     last = None

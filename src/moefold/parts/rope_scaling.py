@@ -336,5 +336,5 @@ class LongRope(ContextScaling, kind="longrope"):
 
 
 def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Return `count` of the values at even distances; none if there are no values."""
+    """Return `count` of the values at even distances, or none if there are no values."""
     return tuple(values[i * len(values) // count] for i in range(count)) if values else ()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxScore(RouterScorePart, kind="softmax"):
-    """Softmax of the logits over all experts; `softmax` determines the weights of the chosen ones."""
+    """Softmax of the logits over all experts. `softmax` determines the weights of the chosen ones."""
 
     softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = part_field("router_softmax", "post")
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).

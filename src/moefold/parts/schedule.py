@@ -87,7 +87,7 @@ class OneForwardOneBackward(_PairedOrder, kind="1f1b"):
     repeats_steady_phase: ClassVar[bool] = True
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-        """Return the slots of a rank; with several stages per rank, of interleaved 1F1B."""
+        """Return the slots of a rank. With several stages per rank, they are of interleaved 1F1B."""
         if num_stages > 1:
             return super().row(rank, pp, num_stages, count)
         ahead = min(count, pp - rank)
@@ -257,7 +257,7 @@ class DualPipeV(SchedulePart, kind="dualpipev"):
 
 @dataclass(frozen=True, kw_only=True)
 class CsvSchedule(_InterleavedOrder, kind="csv"):
-    """Rows from a file; without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
+    """Rows from a file. Without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
 
     path: str = ""
     """File with the actions of each pipeline rank, in order."""

@@ -48,7 +48,7 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]; NaN if no function with a weight did."""
+    """Weighted sum over the functions that returned a number, [completions]. NaN: no function with a weight did."""
     by_function: Mapping[str, NDArray[np.float64]]
     """Results of each of several functions, [completions], by its name in metrics, or NaN for None."""
 
@@ -127,7 +127,7 @@ class Reward:
         """Return the scores of the completions of each prompt, given their texts and tokens.
 
         Raises:
-            RunError: the function failed and reward.on_error is "stop"; or the other ranks would give up before all
+            RunError: the function failed and reward.on_error is "stop", or the other ranks would give up before all
                 prompts are scored.
         """
         calls = [
@@ -181,7 +181,7 @@ class Reward:
         return iter([list(VERIFIERS[name](**arguments)) for arguments in calls])
 
     def _checked(self, prompt: Prompt, results: Sequence[Sequence[Any] | RewardError], count: int) -> Scores:
-        """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
+        """Return the scores of one prompt, all NaN if a function failed and failures are dropped."""
         scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
             reason = str(result) if isinstance(result, RewardError) else _problem(result, count)

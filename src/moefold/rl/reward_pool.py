@@ -124,7 +124,7 @@ class RewardPool:
         All calls are queued at once. Pending calls are dropped when the pool is closed.
 
         Raises:
-            TimeoutError: a result is later than `limit_s` for all calls together; pending calls are dropped.
+            TimeoutError: a result is later than `limit_s` for all calls together. Pending calls are dropped.
         """
         return self._threads.map(self._call, calls, timeout=limit_s)
 

@@ -45,7 +45,7 @@ class Round:
     version: int
     """Optimizer steps of the run up to the weights that sampled."""
     prompts: tuple[int, ...]
-    """Numbers of the sampled prompts, including replaced groups; ascending."""
+    """Numbers of the sampled prompts, including replaced groups, ascending."""
     num_groups: int
     num_rollouts: int
     num_tokens: int
@@ -59,7 +59,7 @@ class Round:
     metrics: tuple[dict[str, Any], ...] = ()
     """Metrics of the rollouts of each step, if there are `steps`."""
     routing: SampledRouting | None = None
-    """Choices for routing replay; not in checkpoints, because rounds with it are trained on immediately."""
+    """Choices for routing replay. Not in checkpoints, because rounds with it are trained on immediately."""
     functions: tuple[str, ...] = ()
     """Names of the reward functions, if there are several."""
 
@@ -104,7 +104,7 @@ def make_round(
 
 
 class RolloutTable:
-    """Rounds of rollouts that wait for training, oldest first; at most `rl.staleness / rl.updates` + 1 rounds."""
+    """Rounds of rollouts that wait for training, oldest first, at most `rl.staleness / rl.updates` + 1 rounds."""
 
     def __init__(self, rounds: Iterable[Round] = ()) -> None:
         self._rounds = deque(rounds)

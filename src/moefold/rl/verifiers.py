@@ -58,7 +58,7 @@ def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Se
 
 
 def sort(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return the fraction of correct positions of the column `answer`; 0.0 for another length."""
+    """Return the fraction of correct positions of the column `answer`, or 0.0 for another length."""
     rewards = []
     for completion, target in zip(completions, answer, strict=True):
         text = text_of(completion)

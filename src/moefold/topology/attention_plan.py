@@ -397,7 +397,7 @@ class _Balancer:
             first: first row of the task, from the start of its document.
             stop: row after its last.
             needed: pairs of the rows after the cut.
-            rounds_down: take at most this many pairs, unless it is one block; otherwise the nearest number.
+            rounds_down: take at most this many pairs, unless it is one block. Otherwise the nearest number.
         """
         before = self._pairs_before(stop) - needed
         if before <= self._pairs_before(first):

@@ -140,7 +140,7 @@ def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
 
 
 def _place_samples(shape: MicroBatchSetShape, bounds_N: Integers) -> Placement:
-    """Give each cp rank two chunks of each sample of its dp rank; the whole sample without context parallelism."""
+    """Give each cp rank two chunks of each sample of its dp rank, or the whole sample without context parallelism."""
     cp = shape.cp
     num_chunks = 2 * cp if cp > 1 else 1
     size = shape.seq_len // num_chunks

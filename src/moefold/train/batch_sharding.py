@@ -141,7 +141,7 @@ class BatchBuilder:
         return ahead
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device without waiting; floating-point values in the type of the loss."""
+        """Copy to the device without waiting. Floating-point values get the type of the loss."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
 

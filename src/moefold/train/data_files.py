@@ -22,10 +22,10 @@ from moefold.train.position import Position
 
 @dataclass(frozen=True)
 class DataFingerprints:
-    """Fingerprints of all data files; the same on every rank."""
+    """Fingerprints of all data files, the same on every rank."""
 
     by_name: dict[str, str] = field(default_factory=dict)
-    """Results of `fingerprint`, computed by rank 0 only; "skipped" for files that any rank has to skip."""
+    """Results of `fingerprint`, computed by rank 0 only. "skipped" for files that any rank has to skip."""
     skip_reasons: dict[str, str] = field(default_factory=dict)
     """Reason for each skipped file, if known."""
 

@@ -35,7 +35,7 @@ class DataLoader:
     """Loads this rank's shard of each batch. With data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
     train_sampler: Sampler
-    """The training samples; set by `open`, like `validation_sampler`."""
+    """The training samples, set by `open`, like `validation_sampler`."""
     validation_sampler: Sampler
     train_sharder: BatchSharder
     reference: ReferenceLogProbs | None

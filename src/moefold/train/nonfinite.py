@@ -34,7 +34,7 @@ class RankNonFinite:
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Findings of all ranks; the same on every rank."""
+    """Findings of all ranks, the same on every rank."""
 
     findings: tuple[RankNonFinite, ...]
 

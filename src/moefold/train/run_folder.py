@@ -269,7 +269,7 @@ def _settings(cfg: Config) -> Settings:
 
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
-    """Return values by name; layers in the shortest form, files of external parts by their content only."""
+    """Return values by name, layers in the shortest form, files of external parts by their content only."""
     settings = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")

@@ -28,7 +28,7 @@ class Mismatch:
     limit: float
 
     def describe(self) -> str:
-        """Describe a mismatch beyond the limit; empty within the limit."""
+        """Describe a mismatch beyond the limit, or empty within the limit."""
         # NaN is beyond any limit.
         if self.mean <= self.limit:
             return ""
@@ -103,7 +103,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a history; {} stands for the history of a run without faults.
+        """Restore a history. {} stands for the history of a run without faults.
 
         Rollbacks of this object are kept, as a state saved before a rollback lacks them.
         """

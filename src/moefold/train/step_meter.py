@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a step over the global batch, equal on all ranks; `metrics.definitions.STEP` defines the numbers."""
+    """Results of a step over the global batch, equal on all ranks. `metrics.definitions.STEP` defines the numbers."""
 
     loss: float
     aux_loss: float
@@ -97,7 +97,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over all ranks that an update needs, next to the result; the same on every rank."""
+    """Sums over all ranks that an update needs, next to the result, the same on every rank."""
 
     result: StepResult
     """Result of the step, still without the decision and the report of the guard."""
@@ -107,7 +107,7 @@ class StepTotals:
     """Routed tokens per expert, [MoE layers, E], like `thresholds`."""
     thresholds: Tensor
     receive_loads: Tensor
-    """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
+    """Largest receive load of each rank, [ranks], or [0] if the dispatcher always has room."""
     projected: "ProjectedGradient | None"
     """Gradient of forward passes (`OptimizerPart.passes`), or None with gradients."""
 
@@ -159,7 +159,7 @@ class StepMeter:
         return [] if self._attention is None else self._attention.host_facts()
 
     def own_loss(self, losses: Tensor) -> Tensor:
-        """Sum the terms of the loss function, without the MTP loss; [1]."""
+        """Sum the terms of the loss function, without the MTP loss, [1]."""
         return self._tp_dedup(losses[: len(self._loss_terms)].sum(0, keepdim=True))
 
     def _tp_dedup(self, loss: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class StepMeter:
 
     @property
     def _num_choices(self) -> int:
-        """Number of experts that a router chooses; 0 in a model without routers."""
+        """Number of experts that a router chooses, 0 in a model without routers."""
         return self._routed.num_choices if self._routed else 0
 
     def _layer_metrics(

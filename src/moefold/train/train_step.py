@@ -125,7 +125,7 @@ class TrainingStep:
         return {"moment_updates": self.moment_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the number of updates of the moments; {} stands for a new optimizer."""
+        """Set the number of updates of the moments. {} stands for a new optimizer."""
         self.restore_moment_updates(state_dict.get("moment_updates", 0))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -306,7 +306,7 @@ class TrainingStep:
             flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch. None: no polls.
 
         Returns:
-            The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
+            The loss, or None if the evaluation was interrupted, and the number of ranks that raised each flag.
         """
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
@@ -324,7 +324,7 @@ class TrainingStep:
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 
     def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
-        """Return how many ranks raise each flag; all-reduce over the world."""
+        """Return how many ranks raise each flag, by an all-reduce over the world."""
         groups = self.model.groups
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())

@@ -333,7 +333,7 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
     """Train with the processes of the program as ranks. Collective over its default process group.
 
     Raises:
-        ConfigError: the recipe cannot be trained here; on all ranks.
+        ConfigError: the recipe cannot be trained here. Raised on all ranks.
         RunError: the run failed. A rank whose peer failed names the loss of the connection.
     """
     if recipe.cfg.rollout.ranks:

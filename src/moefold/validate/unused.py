@@ -320,7 +320,7 @@ def condition_holds(condition: str, value: Any) -> bool:
 
 
 def _way_out(condition: str) -> str:
-    """Return a key with the values that meet a condition; only the key if it has many values."""
+    """Return a key with the values that meet a condition, or only the key if it has many values."""
     key, words, must_equal = _parse(condition)
     default = default_of(*key.split(".", 1))
     if isinstance(default, bool) and not words:

@@ -73,7 +73,7 @@ class OracleBatch:
     weight_scale: Tensor
     """Factor of each target's share of the loss, float64 [n, S]."""
     is_token: Tensor
-    """Inputs that are not padding, bool [n, S]; MoE layers route these."""
+    """Inputs that are not padding, bool [n, S]. MoE layers route these."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Other columns for an objective, [n, ...] each."""
 
@@ -300,7 +300,7 @@ class Oracle:
     def _hidden_states(
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
-        """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
+        """Return the hidden states [B, S, H] after the final norm of tokens [B, S]. Append each layer's routing."""
         x = self._weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
         self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):

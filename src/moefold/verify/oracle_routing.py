@@ -46,7 +46,7 @@ class RoutedBatch:
     experts: Tensor
     """Chosen experts, [B, S, K]."""
     weights: Tensor
-    """Combine weights, [B, S, K]; 0 for a dropped choice."""
+    """Combine weights, [B, S, K], or 0 for a dropped choice."""
     scores: Tensor
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor

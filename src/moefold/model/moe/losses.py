@@ -40,7 +40,7 @@ def local_load_balancing_loss(
         scores_TE: scores of all experts, which sum to 1, of this rank's tokens.
         tokens_per_expert_XE: routed tokens of each expert without padding, [1, E] over the micro-batch or more, or for
             each of X groups of tokens.
-        num_tokens: tokens of the micro-batch; not used with weights.
+        num_tokens: tokens of the micro-batch, not used with weights.
         weights_T: share of each token in the loss, 0 for padding. None: 1/num_tokens.
         group_T: group of each row, int64 in [0, X). None: row t belongs to group t mod X.
         score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E] and no weights.
@@ -265,7 +265,7 @@ class GlobalBatchLoad:
 
 
 class RouterStats:
-    """Router statistics of this rank's tokens, summed over the micro-batches of a step; on the device, without syncs.
+    """Router statistics of this rank's tokens, summed over the micro-batches of a step, on the device, without syncs.
 
     A micro-batch is counted when its gradient passes the layer: once, also if its forward pass is recomputed, and never
     in evaluation. Steps without a backward pass count it in the forward pass (`RouterLosses.counts_without_gradients`).

@@ -114,7 +114,7 @@ def permute(
 
 
 def permute_probs(probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the routing probability of each row, [R], 0 in padding rows; differentiable."""
+    """Gather the routing probability of each row, [R], 0 in padding rows, differentiable."""
     return _PermuteProbs.apply(probs_TK, permutation)
 
 

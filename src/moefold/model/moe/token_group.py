@@ -131,7 +131,7 @@ class TokenPositions:
         return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
 
     def global_index(self) -> Tensor:
-        """Return the index of each token in the micro-batch, position * B + b, int64 [T]; the same on every mapping."""
+        """Return the index of each token in the micro-batch, position * B + b, int64 [T], the same on every mapping."""
         batch_size = len(self.sample_ids_B)
         if self.placed is not None:
             return self.placed.positions_T * batch_size + self.placed.samples_in_micro_batch()

@@ -40,7 +40,7 @@ def uniform_noise(
         dtype: dtype of the result. Each value is rounded to it once, from float64.
 
     Returns:
-        [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
+        [S*B, width], sequence-first, or [rows, width], on the device of sample_ids_B.
     """
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(GOLDEN)

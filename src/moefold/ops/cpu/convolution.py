@@ -1,4 +1,4 @@
-"""Short causal convolution of each channel on a CPU in C, forward and backward; a `ConvolutionKernel`.
+"""Short causal convolution of each channel on a CPU in C, forward and backward, a a `ConvolutionKernel`.
 
 Its reference is `ops.linear_attention.causal_convolution`. Tensors are float32 or bfloat16, computation is float32.
 Results are bitwise independent of the number of threads.

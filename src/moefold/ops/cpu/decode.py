@@ -153,7 +153,7 @@ class CDecodePass:
 
         Args:
             layers: at least one layer. All have the same number of experts for each row.
-            x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
+            x_RH: rows of the residual stream, [R, H], R at least 1, unchanged.
 
         Returns:
             The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].

@@ -1,4 +1,4 @@
-"""RoPE of half-split pairs on a CPU in C, one pass over memory in each direction; a `RopeKernel` (ops/rope.py).
+"""RoPE of half-split pairs on a CPU in C, one pass over memory in each direction, a a `RopeKernel` (ops/rope.py).
 
 Its reference is `ops.rope.rotate_halves`, which takes four passes, and rounds twice in bfloat16.
 """

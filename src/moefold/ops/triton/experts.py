@@ -31,7 +31,7 @@ GROUPED_MM = GroupedMMExpertOps()
 
 @dataclass(frozen=True)
 class TritonExpertOps(GroupedExpertOps):
-    """Expert operations that gather rows while reading; no device syncs."""
+    """Expert operations that gather rows while reading, without device syncs."""
 
     autotuner: Autotuner
 

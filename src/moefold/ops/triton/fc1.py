@@ -137,7 +137,7 @@ def fc1(
         offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R.
         out: contiguous tensors to write, at least one; both projections or none of them. Rows after the last offset are
             not written.
-        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
+        source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
         probs_R: factor of each row of the hidden values. None: 1.
         clamp: (alpha, limit) of the clamped activation. None: SwiGLU.
         tile_config: tile sizes. None: the first of `fc1_tile_configs`.

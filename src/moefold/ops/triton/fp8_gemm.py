@@ -66,7 +66,7 @@ def _scaled_weight_grad_kernel(
     x, x_scales, grad, grad_scales, out, offsets, depth, width, padded_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = x[:, blocks of e] @ grad[:, blocks of e].T; all contiguous."""
+    """Compute out[e] = x[:, blocks of e] @ grad[:, blocks of e].T, all contiguous."""
     tiles_m = tl.cdiv(depth, BLOCK_M)
     tiles_n = tl.cdiv(width, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -123,7 +123,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
 def scaled_grouped_gemm_weight_grad(
     x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, out: Tensor
 ) -> Tensor:
-    """Compute the gradient of the matrices, [E, K, N]; 0 for an expert without rows.
+    """Compute the gradient of the matrices, [E, K, N], or 0 for an expert without rows.
 
     Args:
         x: result of `quantize_columns`, [K, R].

@@ -228,7 +228,7 @@ def grouped_gemm(
         w_EKN: [E, K, N], any strides.
         offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R. Rows after it are
             not written.
-        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
+        source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
         target_R: row of the result that each row is written to, a permutation, int [R]. None: the same row.
         second: another x and w of the same strides, whose product is added.
         tile_config: tile sizes. None: the first of `tile_configs`.

@@ -81,8 +81,8 @@ def activation_forward(g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp
     """Compute the activation times the probabilities of the rows, [R, F].
 
     Args:
-        g_RF: gate projection; contiguous.
-        u_RF: up projection; contiguous.
+        g_RF: gate projection, contiguous.
+        u_RF: up projection, contiguous.
         probs_R: None: 1.
         clamp: (alpha, limit) of the clamped activation. None: SwiGLU.
     """

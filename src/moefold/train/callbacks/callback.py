@@ -42,7 +42,7 @@ class TrainingContext:
     is_resumed: bool = False
     """True if a checkpoint was loaded."""
     status: int = 0
-    """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
+    """Exit status: 0, or 128 + the number of the signal that ends the loop. It is equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call before a checkpoint is saved, on all ranks. They may communicate."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint; called before `on_start` and before `on_rollback`."""
+        """Take over the state of a checkpoint, before `on_start` and before `on_rollback`."""
 
     @property
     def saved_as(self) -> str:
@@ -171,7 +171,7 @@ class Callback:
         """Run after the last step and its checkpoint, but not after an exception.
 
         Args:
-            status: exit status of the run; 128 + the number of a signal.
+            status: exit status of the run, or 128 + the number of a signal.
         """
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:

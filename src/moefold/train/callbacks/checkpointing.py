@@ -32,7 +32,7 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 
 @dataclass
 class SaveHistory:
-    """Checkpoints of the run that this process has loaded and saved; outlives a trainer if the ranks regroup."""
+    """Checkpoints of the run that this process has loaded and saved. It outlives a trainer if the ranks regroup."""
 
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
@@ -126,7 +126,7 @@ class Checkpointing(StageCallback):
         """Restore the run from the snapshots of a step, and certify the result. Collective.
 
         Raises:
-            RunError: a shard is lost, or the certificate fails; on every rank.
+            RunError: a shard is lost, or the certificate fails. Raised on every rank.
         """
         from moefold.checkpoint.transition_certificate import RestoredRun, certify
 

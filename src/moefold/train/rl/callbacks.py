@@ -55,7 +55,7 @@ class RewardEvaluation(StageCallback):
         return replace(step, rl=self._loader.metrics | {"eval_reward": reward})
 
     def _evaluate(self, context: TrainingContext, step: int) -> float | None:
-        """Return the mean reward of held-out prompts; reset the reference model if it has stopped to rise."""
+        """Return the mean reward of held-out prompts. Reset the reference model if it has stopped to rise."""
         reward = self._loader.evaluate_reward()
         if context.log is not None:
             result = "no reward" if reward is None else f"greedy reward {reward:.4f}"

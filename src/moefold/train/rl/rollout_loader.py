@@ -77,13 +77,13 @@ class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
     train_sampler: PromptCatalog
-    """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
+    """The training prompts, set by `open`, like `validation_sampler` and `queue`."""
     validation_sampler: PromptCatalog
     queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
     round: Sequence[RolloutGroup]
-    """Groups of the last step's batch; with rollout.ranks on the first rank only."""
+    """Groups of the last step's batch. With rollout.ranks they are on the first rank only."""
 
     def __init__(
         self,

@@ -110,7 +110,7 @@ class RoundAnswer:
 
 
 class SiteMeeting:
-    """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
+    """Connections of this rank to the meeting point. `links` connects it to the same ranks of the other sites.
 
     Args:
         settings: the settings that all sites must share, by name: `equal_settings`, and the hash of the frozen weights,

@@ -34,7 +34,7 @@ class RoutingMap:
     ids_TK: Tensor
     """Chosen experts, int64 [T, K]."""
     probs_TK: Tensor
-    """Routing probability of each choice, [T, K]; differentiable."""
+    """Routing probability of each choice, [T, K], differentiable."""
     kept_TK: Tensor | None = None
     """bool [T, K], or None if no token is dropped."""
     padded_capacity: int | None = None
@@ -74,7 +74,7 @@ class ExpertInput:
     """Input of the experts of this rank."""
 
     x: Tensor
-    """Tokens sorted by expert, [R, H]; with a `permute_map` unsorted, [T, H]."""
+    """Tokens sorted by expert, [R, H], with a `permute_map` unsorted, [T, H]."""
     tokens_per_expert: Sequence[int]
     """Tokens of each expert of this rank, then of each received expert."""
     probs_R: Tensor | None = None
@@ -184,7 +184,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return None
 
     def take_receive_load(self) -> Tensor | None:
-        """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
+        """Return the maximum rows sent to a rank since the last call, divided by its buffer size, on the device.
 
         Above 1, some rows were not sent, and the results are wrong. None without a buffer that could be too small.
         """

@@ -38,7 +38,7 @@ class GqaPart(SoftmaxAttentionPart):
     has_adapters: ClassVar[bool] = True
     has_temperature: ClassVar[bool] = True
     num_kv_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
-    """Key/value heads; equal to num_heads for plain multi-head attention."""
+    """Key/value heads, equal to num_heads for plain multi-head attention."""
     head_dim: Annotated[int, at_least(0, "0: hidden_size/num_heads"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of one head, D. 0: hidden_size / num_heads."""
     qkv_bias: bool = False
@@ -54,7 +54,7 @@ class GqaPart(SoftmaxAttentionPart):
     qk_norm: QueryKeyNorm | None = None
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
     temperature: Temperature | None = None
-    """Temperature of the layers without RoPE; none: 1."""
+    """Temperature of the layers without RoPE. none: 1."""
 
     @property
     def value_width(self) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaPart(SoftmaxAttentionPart):
-    """Attend with heads projected from one latent (DeepSeek-V2); with an indexer, in the space of the latents."""
+    """Attend with heads projected from one latent (DeepSeek-V2), with an indexer in the space of the latents."""
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class MlaPart(SoftmaxAttentionPart):
             yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the heads; with an indexer the heads in the space of the latents, which share one key.
+        """Return the heads. With an indexer these are the heads in the space of the latents, which share one key.
 
         The up projection of the keys and values is then multiplied with each query instead of each key: equal FLOPs.
         """

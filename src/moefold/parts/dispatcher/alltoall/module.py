@@ -155,7 +155,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return gathered, computed
 
     def dispatch_postprocess(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Sort the received tokens by expert; within an expert, by source."""
+        """Sort the received tokens by expert, and within an expert by source."""
         return rows if metadata.expert_order is None else reorder(rows, *metadata.expert_order)
 
     def permute_map(self, metadata: AllToAllMetadata) -> PermuteMap | None:

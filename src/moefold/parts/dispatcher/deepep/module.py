@@ -34,7 +34,7 @@ class Buffer(Protocol):
         """Count the destinations of the tokens.
 
         Args:
-            topk_idx: chosen experts, int64 [T, K]; -1 means none.
+            topk_idx: chosen experts, int64 [T, K]. -1 means none.
             num_experts: E.
 
         Returns:

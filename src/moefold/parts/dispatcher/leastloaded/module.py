@@ -34,9 +34,9 @@ class RebalanceRule:
     threshold: float
     """Rebalance only if the busiest rank has more than this many times the mean load."""
     capacity: float
-    """Load that a rank should not exceed, in mean loads; at least 1."""
+    """Load that a rank should not exceed, in mean loads, at least 1."""
     min_tokens: int
-    """Minimum tokens of one expert to migrate together with its weights; at least 1."""
+    """Minimum tokens of one expert to migrate together with its weights, at least 1."""
 
     def max_tokens_per_rank(self, total: int, num_ranks: int) -> int:
         """Return the maximum number of tokens of a rank if there are `total` tokens."""

@@ -15,7 +15,7 @@ MIDPOINT_WEIGHT = 1 / 3
 
 
 def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tensor | None) -> Tensor:
-    """Choose the experts of each token, int64 [T, K]; without a gradient.
+    """Choose the experts of each token, int64 [T, K], without a gradient.
 
     Args:
         logits_TE: float32 or float64.
