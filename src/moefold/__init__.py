@@ -1,6 +1,6 @@
 """moefold trains Mixture-of-Experts language models with MoE Parallel Folding (arXiv:2504.14960).
 
-The names of the Python interface are imported at their first use; docs/api.md describes them.
+The names of the Python interface are imported at their first use. `docs/api.md` describes them.
 """
 
 import importlib

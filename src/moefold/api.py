@@ -1,6 +1,6 @@
 """Python interface: plan, build, train, evaluate and generate from a program. Importing it does not import torch.
 
-`import moefold` offers these names; docs/api.md describes them. The commands execute the same steps.
+`import moefold` offers these names. `docs/api.md` describes them. The commands execute the same steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,10 +49,10 @@ def plan(
     Args:
         model: a preset, a recipe (.toml), or the config.json (or folder) of a Hugging Face model.
         gpu: name of a device such as "h100", or a .toml file.
-        num_gpus: total number of GPUs; None: the recipe's, like `seq_len` and `global_batch_size`.
+        num_gpus: total number of GPUs. None: the recipe's, like `seq_len` and `global_batch_size`.
         seq_len: tokens per sample.
         global_batch_size: samples per step.
-        fix: values of axes; only mappings with them are searched, such as {"tp": 2, "ep": 8}.
+        fix: values of axes. Only mappings with them are searched, such as {"tp": 2, "ep": 8}.
         options: other settings.
 
     Returns:
@@ -117,11 +117,11 @@ def train_model(
     Args:
         recipe: a TOML file, or the result of `load_recipe` or `load_config`.
         overrides: strings `section.key=value`, for a file.
-        loss: the loss to minimise; None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
+        loss: the loss to minimise. None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
             the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop. Started ranks work on copies of all three, which must be picklable for
-            GPU ranks; `if __name__ == "__main__"` must then guard the call.
+            GPU ranks. A program for GPUs guards the call with `if __name__ == "__main__"`.
 
     Returns:
         Exit status, run folder, metrics of the last step, and newest checkpoint. The status is not 0 if a signal has
@@ -164,14 +164,14 @@ def train_in_process(
 ) -> "TrainOutcome":
     """Train with the processes of this program as ranks, and return to it: in Ray Train, accelerate or a notebook.
 
-    No process is started. The ranks are the members of the default process group; without one, the ranks of the
+    No process is started. The ranks are the members of the default process group. Without one they are the ranks of the
     launcher whose variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with
     equal arguments. The run creates and destroys its own process groups. The program's groups must not be used during
     the run, and are unchanged afterwards. The function can be called again, also with another mapping, and from any
     thread.
 
     Args:
-        recipe: see `train_model`; `parallel.world_size` must be the number of ranks.
+        recipe: see `train_model`. `parallel.world_size` must be the number of ranks.
         overrides: strings `section.key=value`, for a file.
         loss: see `train_model`, like `data` and `callbacks`. Nothing is pickled.
         data: the samples of a recipe with `data.kind="program"`.
@@ -184,7 +184,7 @@ def train_in_process(
         stopped the run. In the main thread, Ctrl-C and SIGTERM stop it after the step, as in `moefold train`.
 
     Raises:
-        ConfigError: the recipe cannot be trained by these ranks; raised on all of them.
+        ConfigError: the recipe cannot be trained by these ranks. Raised on all of them.
         RunError: the run failed. An exception of a callback is raised unchanged. The other ranks then raise RunError,
             or, if a rank hangs for `faults.timeout_s` or its process has ended, print the diagnosis and end.
     """
@@ -211,7 +211,7 @@ def evaluate(
     Args:
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
         tokens: row of ids, or a .npy file of ids.
-        text: file of UTF-8 text for the model's tokenizer; either tokens or text.
+        text: file of UTF-8 text for the model's tokenizer. Give either tokens or text.
         logits: .npy file for the logits, float32 [sequences, S, V].
         overrides: the mapping, such as `parallel.tp=2`.
         part: FILE.py:CLASS of each part in the model's training that is from a file. The files are imported.

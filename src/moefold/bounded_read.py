@@ -39,7 +39,7 @@ MAX_DESCRIPTION_BYTES = 64 * MIB
 MAX_LINE_BYTES = 64 * MIB
 """Line of JSON: a document, a conversation, or the metrics of a step. A book has 1 MB."""
 MAX_TEXT_BYTES = 1 << 30
-"""Text that is tokenised as a whole; `moefold tokenize` accepts larger texts."""
+"""Text that is tokenised as a whole. `moefold tokenize` accepts larger texts."""
 MAX_JSON_DEPTH = 100
 """Nesting depth of a JSON or TOML document. Recursive code may need a few calls per level, and Python allows 1,000."""
 MAX_JSON_VALUES = 8_000_000
@@ -145,7 +145,7 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def read_json_object(path: Path, limit: int) -> dict[str, Any]:
-    """Return the object of a JSON file; raise as `read_json`, and ValueError if the content is not an object."""
+    """Return the object of a JSON file. Raise as `read_json`, and ValueError if the content is not an object."""
     content = read_json(path, limit)
     if not isinstance(content, dict):
         raise ValueError("it holds no object")
@@ -173,7 +173,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def format_json(document: Any, limit: int) -> str:
-    """Return JSON text that `read_json` accepts with the same limit; indented if the limit allows it.
+    """Return JSON text that `read_json` accepts with the same limit, indented if the limit allows it.
 
     Raises:
         ValueError: the text would be too large or too deep, or a value has no form in JSON.
@@ -216,7 +216,7 @@ def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes
     """Yield the lines of an open file, each with its line end.
 
     Raises:
-        LongLineError: a line is longer than `limit` bytes; reading stops there.
+        LongLineError: a line is longer than `limit` bytes. Reading stops there.
     """
     number = 0
     while line := file.readline(limit + 1):

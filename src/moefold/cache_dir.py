@@ -1,4 +1,4 @@
-"""Cache folders: a named or default folder, and a temporary fallback; entries of JSON."""
+"""Cache folders: a named or default folder, a temporary fallback, and entries of JSON."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def entry_key(identity: Any) -> str:
 
 
 def write_json_entry(folders: tuple[Path, ...], name: str, value: Any) -> Path | None:
-    """Write an entry to the first folder that can be written; return its path, or None after warnings."""
+    """Write an entry to the first folder that can be written, and return its path, or None after warnings."""
     for folder in folders:
         draft = folder / f"{name}.{uuid.uuid4().hex}.tmp"
         try:

@@ -11,7 +11,7 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 """Exit status for invalid settings. A message has been printed."""
 SIGNAL_STATUS = 128
-"""Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
+"""Base of the exit status after a signal: 128 + its number, as in shells, so 130 for Ctrl-C."""
 
 
 class _EscapedError(Exception):

@@ -20,7 +20,7 @@ class FileLock:
     no child keeps the lock of an ended process.
 
     Args:
-        descriptor: the open file; `close` closes it. On NFS it must be writable.
+        descriptor: the open file. `close` closes it. On NFS it must be writable.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -29,7 +29,7 @@ class FileLock:
         os.register_at_fork(after_in_child=_dropper(weakref.ref(self)))
 
     def try_acquire(self) -> bool:
-        """Lock the file unless another open file holds the lock; return whether it is locked now.
+        """Lock the file unless another open file holds the lock, and return whether it is locked now.
 
         Raises:
             OSError: the file system has no locks.
@@ -41,7 +41,7 @@ class FileLock:
         return True
 
     def acquire(self) -> None:
-        """Lock the file; wait for another holder.
+        """Lock the file. Wait for another holder.
 
         Raises:
             OSError: the file system has no locks.
@@ -83,13 +83,13 @@ def _dropper(lock: "weakref.ref[FileLock]") -> Callable[[], None]:
 
 
 def open_lock_file(path: Path, flags: int = 0) -> int:
-    """Open or create a lock file for reading and writing, without waiting for a pipe; return its descriptor."""
+    """Open or create a lock file for reading and writing, without waiting for a pipe, and return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o666)
 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, created if missing; wait for another holder.
+    """Hold the lock of a file, created if missing. Wait for another holder.
 
     Raises:
         OSError: the file cannot be opened, or its file system has no locks.
@@ -100,7 +100,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a file is locked, even by this process; False if it is absent, or cannot be locked.
+    """Return whether a file is locked, even by this process, or False if it is absent, or cannot be locked.
 
     The check briefly takes a shared lock, so a job that starts at the same time has to try again.
     """

@@ -33,7 +33,7 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
 
 
 def unsendable_reason(folder: Path, file: Path) -> str:
-    """Return the reason why a file of a folder must not be sent or copied, with the way out; else empty.
+    """Return the reason why a file of a folder must not be sent or copied, with the way out, else empty.
 
     Links are followed within the folder, and from a snapshot of the Hugging Face hub's cache to its blobs.
     """

@@ -48,9 +48,9 @@ class HubName:
     """ORG/NAME, or only NAME for some old repositories."""
     kind: HubKind
     revision: str | None
-    """Branch, tag or commit; None: the default branch."""
+    """Branch, tag or commit. None: the default branch."""
     path: str
-    """File or folder inside the repository; empty: the whole repository."""
+    """File or folder inside the repository. Empty: the whole repository."""
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
@@ -65,7 +65,7 @@ def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
 
 
 def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
-    """Return the advice to name a repository on the Hugging Face hub; "" if the name cannot be a hub name.
+    """Return the advice to name a repository on the Hugging Face hub, or "" if the name cannot be a hub name.
 
     Args:
         name: the user's text, which is not a local path.
@@ -99,7 +99,7 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
 
 
 def repo_of_snapshot(path: str) -> str:
-    """Return ORG/NAME of the model of a snapshot in the hub's cache; empty for another path."""
+    """Return ORG/NAME of the model of a snapshot in the hub's cache, or empty for another path."""
     match = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
     return match[1].replace("--", "/", 1) if match else ""
 
@@ -120,17 +120,17 @@ def check_repo_name(name: str) -> str:
 
 @cache
 def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path:
-    """Download the file or folder of a name on the hub, unless it is cached; return the local path.
+    """Download the file or folder of a name on the hub, unless it is cached, and return the local path.
 
     A process queries the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cache is used.
 
     Args:
         url: the name, see `parse_hub_url`.
         kind: kind of a name without "datasets/".
-        patterns: files to download; empty: all except `UNUSED_FILES` for a model, all for a data set.
+        patterns: files to download. Empty: all except `UNUSED_FILES` for a model, all for a data set.
 
     Raises:
-        ConfigError: the package is missing; the repository, revision or path does not exist, needs permission, or
+        ConfigError: the package is missing, or the repository, revision or path does not exist, needs permission, or
             cannot be reached and is not in the cache.
     """
     name = parse_hub_url(url, kind)
@@ -193,7 +193,7 @@ def push_folder(
     Args:
         repo: ORG/NAME.
         public: whether everyone may read the repository.
-        revision: branch to commit to, created if it does not exist; empty: the default branch.
+        revision: branch to commit to, created if it does not exist. Empty: the default branch.
         overwrites_card: replace a different README.md of the repository, which a user may have edited.
 
     Raises:

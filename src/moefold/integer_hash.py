@@ -14,7 +14,7 @@ MIX_B = 0x94D049BB133111EB
 
 
 def splitmix64(value: int) -> int:
-    """Mix 64 bits; a bijection of [0, 2**64)."""
+    """Mix 64 bits by a bijection of [0, 2**64)."""
     value &= MASK
     value = ((value ^ (value >> 30)) * MIX_A) & MASK
     value = ((value ^ (value >> 27)) * MIX_B) & MASK

@@ -15,14 +15,14 @@ _MAX_REASON_CHARS = 300
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text for a message, cut off if it is long; its type if it has no text."""
+    """Return the first line of an error's text for a message, cut off if it is long, or its type without a text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_CHARS]
 
 
 Result = TypeVar("Result")
 Names = Mapping[str, "str | Setting"]
 _NAMES: ContextVar[Names] = ContextVar("_NAMES", default=MappingProxyType({}))
-"""Names that the caller of the running code has for settings; see `spelled_as`."""
+"""Names that the caller of the running code has for settings. See `spelled_as`."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def spelled_as(names: Names) -> Iterator[None]:
     """Name settings as the caller does, in the messages that are made inside.
 
     Args:
-        names: name of each key or option: an option of a command, an argument of a function, or words; empty for a
+        names: name of each key or option: an option of a command, an argument of a function, or words, or empty for a
             setting that the caller cannot set. A `Setting` replaces the value too.
     """
     token = _NAMES.set({**_NAMES.get(), **names})
@@ -52,12 +52,12 @@ def _call_with_names(names: Names, function: Callable[..., Result], *arguments: 
 
 @dataclass(frozen=True)
 class Setting:
-    """Mention of a setting in a message; text has quotes without a format, but as in a shell after an option."""
+    """Mention of a setting in a message. Text has quotes without a format, but as in a shell after an option."""
 
     key: str
     """Recipe key, as "section.key", or an option of a command."""
     value: Any = None
-    """Value; None: not shown."""
+    """Value. None: not shown."""
 
     def __format__(self, spec: str) -> str:
         """Return `key=value`, or the option or argument that `spelled_as` names for the key, with its value."""
@@ -102,11 +102,11 @@ class Problem:
     """Violation of a rule, as the fields of its message."""
 
     key: str
-    """Recipe key, as "section.key", or an option; empty for a message that is in `rule`."""
+    """Recipe key, as "section.key", or an option, or empty for a message that is in `rule`."""
     value: Any
-    """Value of the key; None: not shown."""
+    """Value of the key. None: not shown."""
     rule: str
-    """Rule on the value, or its incompatibility; follows key and value in the message."""
+    """Rule on the value, or its incompatibility. It follows key and value in the message."""
     way_out: str = ""
     """Way out, which follows a semicolon."""
 

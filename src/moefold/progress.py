@@ -26,7 +26,7 @@ _POLL_S = 0.2
 
 
 class WorkProgress:
-    """Context manager that shows the progress of long work; `report` sets the description.
+    """Context manager that shows the progress of long work. `report` sets the description.
 
     A thread prints it, so that the elapsed time advances during a long stage, and a stage that starts within
     `line_every_s` of another is still printed. Do not fork inside: a child could inherit the lock of stderr.
@@ -118,7 +118,7 @@ class ReadProgress(WorkProgress):
     """Context manager that shows the number of read bytes and the total, after a second.
 
     Args:
-        total_bytes: size of the work; None if it is unknown.
+        total_bytes: size of the work, or None if it is unknown.
     """
 
     def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:

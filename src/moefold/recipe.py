@@ -69,7 +69,7 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
 
 
 def _int_or_zero(tree: Mapping[str, Any], name: str) -> int:
-    """Return an integer of an unvalidated tree, or its default; 0 for anything else."""
+    """Return an integer of an unvalidated tree, or its default, or 0 for anything else."""
     value: Any = tree
     names = name.split(".")
     for inner in names:
@@ -133,7 +133,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         explicit_keys: the keys that the recipe and the overrides set, as "section.key".
 
     Returns:
-        The section [model], and a message on the change; "" if there is none.
+        The section [model], and a message on the change, or "" if there is none.
 
     Raises:
         ConfigError: the tokenizer.json is missing or broken.
@@ -196,7 +196,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
 
     Args:
-        largest: largest world size to consider; None if there is no limit.
+        largest: largest world size to consider, or None if there is no limit.
     """
     p = cfg.parallel
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
@@ -224,7 +224,7 @@ def without_lost_ranks(cfg: Config, world_size: int) -> Config:
 
 
 def world_sizes_after_rank_loss(cfg: Config) -> list[int]:
-    """Return the numbers of ranks that can continue a job which has lost ranks, ascending; see faults.on_loss."""
+    """Return the numbers of ranks that can continue a job which has lost ranks, ascending. See faults.on_loss."""
     limit = cfg.parallel.world_size - 1
     sizes = fitting_world_sizes(without_lost_ranks(cfg, cfg.parallel.world_size), largest=limit)
     return [size for size in sizes if size >= cfg.faults.min_ranks]
@@ -241,7 +241,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     config does not record which keys were set explicitly.
 
     Args:
-        path: a TOML file; None: the defaults.
+        path: a TOML file. None: the defaults.
         overrides: strings `section.key=value`. The value is TOML, and text needs no quotes.
 
     Raises:
@@ -269,7 +269,7 @@ class LoadedRecipe(NamedTuple):
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe and apply the overrides; also return the keys that were set, and messages on adapted settings.
+    """Read a recipe and apply the overrides. Also return the keys that were set, and messages on adapted settings.
 
     Arguments and errors are as for `load_config`.
     """

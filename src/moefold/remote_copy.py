@@ -23,7 +23,7 @@ CACHE_SUBFOLDER = "remote"
 
 @cache
 def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
-    """Copy a remote file or folder into the cache; return its path there.
+    """Copy a remote file or folder into the cache, and return its path there.
 
     With patterns, only files of the folder with matching names are copied. A process queries the remote side once.
     Later calls return the same copy. Files that no longer exist there are deleted from the copy. Processes of this

@@ -75,7 +75,7 @@ class RemoteEntry:
     is_dir: bool
     size_bytes: int
     modified_s: float
-    """Time of the last change, seconds since 1970; 0 if the store has no times."""
+    """Time of the last change, seconds since 1970, or 0 if the store has no times."""
 
 
 class RemotePath(PosixPath):
@@ -131,10 +131,10 @@ class RemotePath(PosixPath):
 
     @contextmanager
     def _requests(self) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the key of this path; turn errors of its library into OSError.
+        """Yield the file system and the key of this path. Turn errors of its library into OSError.
 
         Raises:
-            OSError: the operation failed; `strerror` is the reason in one line.
+            OSError: the operation failed. `strerror` is the reason in one line.
         """
         filesystem, key = self._open_filesystem()
         try:
@@ -180,7 +180,7 @@ class RemotePath(PosixPath):
         return dict(sorted(entries.items()))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return kind, size and time of the last change; folders have no time.
+        """Return kind, size and time of the last change. Folders have no time.
 
         Raises:
             FileNotFoundError: the path does not exist.
@@ -240,7 +240,7 @@ class RemotePath(PosixPath):
             yield self / entry.name
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """Yield the entries of the folder whose names match a pattern without a slash; none if there is no folder."""
+        """Yield the entries of the folder whose names match a pattern without a slash, or none without a folder."""
         assert "/" not in pattern
         try:
             entries = self.entries()
@@ -324,7 +324,7 @@ class RemotePath(PosixPath):
                 raise
 
     def delete_tree(self) -> None:
-        """Delete the file, or all files below this path; nothing if there are none."""
+        """Delete the file, or all files below this path, if there are any."""
         try:
             with self._requests() as (filesystem, key):
                 if _is_pattern(key):
@@ -369,7 +369,7 @@ def check_protocol(name: str, key: str) -> None:
 
 
 def check_remote_writable(folder: RemotePath) -> None:
-    """Write a small file to a folder, read it back and delete it; raise RemoteError if a request fails."""
+    """Write a small file to a folder, read it back and delete it. Raise RemoteError if a request fails."""
     probe = folder / f".moefold-{uuid.uuid4().hex}"
     try:
         probe.write_bytes(b"moefold")
@@ -409,7 +409,7 @@ class _TranslatedFile(RawIOBase):
         return int(self._opened.tell())
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; return the number of bytes, 0 at the end."""
+        """Read into a buffer, and return the number of bytes, 0 at the end."""
         target = memoryview(buffer).cast("B")
         content = self._call("read", len(target))
         target[: len(content)] = content

@@ -98,9 +98,9 @@ class DeviceMeasurements:
     copy_bytes_per_s: float
     """Rate of a copy, counting the bytes read and the bytes written."""
     host_bytes_per_s: float | None
-    """Rate of copies between host and GPU; None on a CPU."""
+    """Rate of copies between host and GPU, or None on a CPU."""
     multiprocessors: int | None
-    """Number of multiprocessors; None on a CPU."""
+    """Number of multiprocessors, or None on a CPU."""
     kernel_gap_s: float
     host_launch_s: float
     gemms: tuple[GemmTime, ...]
@@ -192,7 +192,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _rate_and_fraction(rate_key: str, fraction_key: str, rate: float, reached: float) -> dict[str, Any]:
-    """Return the vendor's rate and the reached fraction of it; the measured rate and 1 if that rate is higher."""
+    """Return the vendor's rate and the reached fraction of it, or the measured rate and 1 if that rate is higher."""
     return {rate_key: max(rate, reached), fraction_key: min(1.0, reached / rate)}
 
 
@@ -229,7 +229,7 @@ def _with_gemm_rates(device: Device, measured: DeviceMeasurements) -> Device:
 
 
 def _compute_bound(device: Device, measured: DeviceMeasurements, dtype: str) -> list[GemmTime]:
-    """Return the GEMMs of a dtype that memory traffic does not limit; all GEMMs if it limits each."""
+    """Return the GEMMs of a dtype that memory traffic does not limit, or all GEMMs if it limits each."""
     cost = _gemm_cost(device, dtype if dtype == "bfloat16" or dtype in device.wide_flops else "bfloat16")
     gemms = [gemm for gemm in measured.gemms if gemm.dtype == dtype]
 
@@ -302,7 +302,7 @@ def _fitted_links(links: Sequence[NetworkLink], measured: DeviceMeasurements) ->
 
 
 def _fit_two(rows: Iterable[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = a * x + b * y with a > 0 and b >= 0 by least relative squares; return (a, b)."""
+    """Fit seconds = a * x + b * y with a > 0 and b >= 0 by least relative squares, and return (a, b)."""
     scaled = np.array(list(rows)) / np.array(seconds)[:, None]
     ones = np.ones(len(scaled))
     if len(scaled) > 1:

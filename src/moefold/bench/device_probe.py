@@ -109,7 +109,7 @@ class DeviceProbe:
         run = replace(cfg.run, **settings)
         self._kernels: SelectedKernels = select_kernels(replace(cfg, run=run), device)
         self.kernel_message = ""
-        """The kernels that were chosen by time, and the file that records them; on rank 0."""
+        """The kernels that were chosen by time, and the file that records them, on rank 0."""
 
     @torch.no_grad()
     def measure(self) -> DeviceMeasurements:

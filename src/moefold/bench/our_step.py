@@ -21,11 +21,11 @@ from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 
 STEER_STRENGTH = 8.0
-"""Strength of the steered direction over the noise; large enough that the router chooses the intended experts."""
+"""Strength of the steered direction over the noise, so large that the router chooses the intended experts."""
 
 
 def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
-    """Return E random orthonormal rows, [E, H]; requires E <= H."""
+    """Return E random orthonormal rows, [E, H], with E <= H."""
     assert num_experts <= hidden_size
     matrix = torch.randn(hidden_size, num_experts, generator=generator, device=generator.device)
     return torch.linalg.qr(matrix)[0].t().contiguous()
@@ -42,7 +42,7 @@ def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Te
 
 @torch.no_grad()
 def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
-    """Return random states [count, H] with balanced routing; sets the routers' weights accordingly."""
+    """Set the routers' weights so that routing is balanced, and return the random states, [count, H]."""
     rows_EH = orthonormal_directions(model.experts.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)

@@ -32,7 +32,7 @@ class BenchShape:
     Attributes:
         name: name on the command line.
         preset: model preset.
-        part: a training step of a whole model; or forward and backward of one MoE layer, or of a stack of layers with
+        part: a training step of a whole model. Or forward and backward of one MoE layer, or of a stack of layers with
             attention, without embedding, head and optimizer.
         tokens: default number of tokens of a step.
         seq_len: tokens of a sample.
@@ -59,9 +59,9 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     """Build the recipe of a shape.
 
     Args:
-        dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
-        tokens: tokens of a step; 0: the shape's default.
-        experts: experts of each layer; 0: the number of the model.
+        dtype: compute dtype. It is also the dtype of the weights, unless the shape is a whole model.
+        tokens: tokens of a step. 0: the shape's default.
+        experts: experts of each layer. 0: the number of the model.
 
     Raises:
         ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.

@@ -31,7 +31,7 @@ class ImplementationResult:
     name: str
     median_s: float
     low_s: float
-    """Lower quartile; `high_s` is the upper quartile."""
+    """Lower quartile. `high_s` is the upper quartile."""
     high_s: float
     rounds_s: list[float]
     tokens_per_s: float

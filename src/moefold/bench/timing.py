@@ -29,7 +29,7 @@ class StepTimes:
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
-        """Lower and upper quartile; minimum and maximum for fewer than four times."""
+        """Lower and upper quartile, or minimum and maximum for fewer than four times."""
         if len(self.seconds) < 4:
             return min(self.seconds), max(self.seconds)
         low, _, high = statistics.quantiles(self.seconds, n=4)
@@ -38,7 +38,7 @@ class StepTimes:
 
 Clock = Callable[[], float]
 CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Clocks by name; "cpu" is the CPU time of all threads of this process, for a machine with other load."""
+"""Clocks by name. "cpu" is the CPU time of all threads of this process, for a machine with other load."""
 
 
 def time_interleaved(
@@ -49,7 +49,7 @@ def time_interleaved(
     clock: Clock = time.perf_counter,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, list[float]]:
-    """Run every step once per round, after warm-up rounds; return the seconds of each round by name.
+    """Run every step once per round, after warm-up rounds, and return the seconds of each round by name.
 
     Steps on a GPU must synchronise themselves: see `synchronized`.
     """
@@ -111,7 +111,7 @@ class StorageMeter(TorchDispatchMode):
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Size of the copy; larger than every cache."""
+"""Size of the copy, larger than every cache."""
 TORCH_MM = "GEMM, torch.mm"
 ONEDNN = "GEMM, oneDNN"
 COPY = "copy"

@@ -38,7 +38,7 @@ class StepRanges:
 
     @property
     def last_step(self) -> int:
-        """Step of the last record; -1 without records."""
+        """Step of the last record, or -1 without records."""
         return int(self._steps[self._num_ranges - 1, 1]) if self._num_ranges else -1
 
     @property
@@ -64,7 +64,7 @@ class StepRanges:
         self._num_records += 1
 
     def means(self) -> Array:
-        """Return the mean of each range, float64 [ranges, *shape]; NaN without a value."""
+        """Return the mean of each range, float64 [ranges, *shape], or NaN without a value."""
         count = self._counts[: self._num_ranges]
         means: Array = np.divide(
             self._sums[: self._num_ranges], count, out=np.full(count.shape, np.nan), where=count > 0
@@ -113,7 +113,7 @@ class CountsTail:
 
     @property
     def ranges(self) -> StepRanges | None:
-        """Mean counts over ranges of steps, [ranges, L, E]; None without records."""
+        """Mean counts over ranges of steps, [ranges, L, E], or None without records."""
         return self._ranges if self._ranges is not None and len(self._ranges) else None
 
     def _restart(self) -> None:
@@ -217,7 +217,7 @@ class TraceTail(CountsTail):
         self.has_more = False
         """True if the last call stopped at its limit."""
         self.last_step = -1
-        """Last step that was read; -1: none."""
+        """Last step that was read. -1: none."""
         self._last_read: tuple[Path, int] | None = None
 
     def read(self) -> None:

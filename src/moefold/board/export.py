@@ -25,7 +25,7 @@ MAX_ROLLOUTS = 1000
 
 
 def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[str]:
-    """Read all runs to their ends and write the board into a folder, whole or not at all; return their names."""
+    """Read all runs to their ends and write the board into a folder, whole or not at all, and return their names."""
     if not runs.readers:
         raise ConfigError(
             f"--export has nothing to write: no run below {format_list([str(path) for path in runs.folders])}, where "

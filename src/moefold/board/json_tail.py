@@ -67,7 +67,7 @@ class JsonTail:
 
     @property
     def read_fraction(self) -> float:
-        """Read bytes over the bytes of the file; 1 for an empty file."""
+        """Read bytes over the bytes of the file, or 1 for an empty file."""
         return self.offset / self.size if self.size else 1.0
 
     @property
@@ -176,7 +176,7 @@ class NewestValue:
 
     step: int
     value: float
-    """The recorded value; NaN if that was not finite."""
+    """The recorded value, or NaN if that was not finite."""
 
 
 class NewestValues:
@@ -191,7 +191,7 @@ class NewestValues:
 
     def _clear(self) -> None:
         self.step = 0
-        """Last step; 0 without steps."""
+        """Last step, or 0 without steps."""
         self.is_cut = False
         """True if the file ends within a line."""
         self._stamp: tuple[int, int, int] | None = None
@@ -247,7 +247,7 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
 
 
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
-    """Return the values of a line; NaN for a value that is not finite, or that `nonfinite` names."""
+    """Return the values of a line. A value that is not finite, or that `nonfinite` names, is NaN."""
     broken = nonfinite_of(record)
     values = {}
     for name in NAMES:

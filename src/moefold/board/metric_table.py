@@ -68,9 +68,9 @@ class ShownCurve:
 
     steps: list[int]
     values: list[float | None]
-    """Values; None if a value is not finite."""
+    """Values, or None if a value is not finite."""
     smoothed: dict[str, list[float | None]]
-    """Exponential means by step over all points of the run, by weight; empty if the metric is not smoothed."""
+    """Exponential means by step over all points of the run, by weight, or empty if the metric is not smoothed."""
     num_points: int
     """Number of recorded points in the range, some of which are in `steps`."""
     num_nonfinite: int
@@ -79,7 +79,7 @@ class ShownCurve:
 
 
 class _Column:
-    """Metric: rows of the table and values; NaN if the value was not finite."""
+    """Metric: rows of the table and values. A value that was not finite is NaN."""
 
     __slots__ = ("is_count", "rows", "values")
 
@@ -138,7 +138,7 @@ class MetricTable:
         return self._steps[column.rows[-1]], column.values[-1]
 
     def column(self, name: str) -> tuple[Array, Array]:
-        """Return copies of the steps and values of a metric, [N] each; NaN if the value was not finite."""
+        """Return copies of the steps and values of a metric, [N] each. A value that was not finite is NaN."""
         column = self._columns[name]
         return np.array(self._steps)[np.array(column.rows)], np.array(column.values)
 

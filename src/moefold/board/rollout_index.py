@@ -25,13 +25,13 @@ class RolloutQuery:
     """Selection of rollouts, newest first."""
 
     text: str = ""
-    """Text that the prompt or the completion contains, ignoring case; empty: any text."""
+    """Text that the prompt or the completion contains, ignoring case. Empty: any text."""
     step: int | None = None
-    """Step of training; None: all steps."""
+    """Step of training. None: all steps."""
     min_reward: float | None = None
     max_reward: float | None = None
     before: int | None = None
-    """Number of a rollout: only earlier rollouts are read; None: start at the newest."""
+    """Number of a rollout: only earlier rollouts are read. None: start at the newest."""
     limit: int = 20
     """Maximum rollouts in the answer."""
 
@@ -42,7 +42,7 @@ class RolloutPage:
 
     rollouts: list[dict[str, Any]]
     before: int | None
-    """`before` of the next query; None at the oldest rollout."""
+    """`before` of the next query, or None at the oldest rollout."""
     total: int
     """Number of rollouts in the file."""
 

@@ -43,7 +43,7 @@ def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
 
 def check_folders(paths: Sequence[Path]) -> None:
-    """Check that paths are folders; raise ConfigError if one is not."""
+    """Check that paths are folders. Raise ConfigError if one is not."""
     for path in paths:
         if not os.path.isdir(path):
             fault = "is not a folder" if os.path.exists(path) else "does not exist"

@@ -155,7 +155,7 @@ class RunReader:
     def series(
         self, first: int = 0, last: int = MAX_STEP, max_points: int = 600, weights: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return every metric between two steps as `ShownCurve`, null for a gap; see `MetricTable.curve`."""
+        """Return every metric between two steps as `ShownCurve`, null for a gap. See `MetricTable.curve`."""
         with self._lock:
             series = {}
             for name in self._table.names:
@@ -386,7 +386,7 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
-    """Return the differences of a run's keys from the keys of this version of moefold; empty if there are none."""
+    """Return the differences of a run's keys from the keys of this version of moefold, or empty if there are none."""
     all_keys = {f"{section}.{key}" for section in sections() for key in key_types(section)}
     differences = [
         f"{words} {format_list(sorted(keys))}"

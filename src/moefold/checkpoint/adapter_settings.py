@@ -25,7 +25,7 @@ def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str,
 
 
 def check_adapter_settings(settings: Any) -> None:
-    """Raise TypeError for values whose types `adapter_settings` does not return; {} means no adapters."""
+    """Raise TypeError for values whose types `adapter_settings` does not return. {} means no adapters."""
     if not isinstance(settings, dict):
         raise TypeError("lora is not an object")
     if not settings:
@@ -44,10 +44,10 @@ def check_adapter_settings(settings: Any) -> None:
 
 
 def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, path: str) -> str:
-    """Return the reason why a checkpoint's adapters prevent a run from continuing; empty if it can continue.
+    """Return the reason why a checkpoint's adapters prevent a run from continuing, or empty if it can continue.
 
     Args:
-        stored: `adapter_settings` of the checkpoint; empty if it has all weights.
+        stored: `adapter_settings` of the checkpoint, or empty if it has all weights.
     """
     if not stored and not lora.rank:
         return ""

@@ -39,7 +39,7 @@ class TrainState:
     states: States
 
     def state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of an object; empty if there is none."""
+        """Return the state of an object, or empty if there is none."""
         return self.states.get(name, {})
 
     @property
@@ -59,12 +59,12 @@ class TrainState:
 
     @property
     def data_files(self) -> dict[str, str]:
-        """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
+        """Fingerprints (`data.fingerprint`) of the data files at the start of the run, or empty if none were taken."""
         return self.state_of("data").get("data_files", {})
 
     @property
     def data_tokens(self) -> dict[str, int]:
-        """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
+        """Number of tokens in each token file at the start of the run. Empty for other data, and in old checkpoints."""
         return self.state_of("data").get("data_tokens", {})
 
     @property
@@ -74,12 +74,12 @@ class TrainState:
 
     @property
     def lora(self) -> dict[str, Any]:
-        """Settings of adapters (`adapter_settings`) if only these were trained; empty if all weights are saved."""
+        """Settings of adapters (`adapter_settings`) if only these were trained, or empty if all weights are saved."""
         return self.state_of("lora")
 
     @property
     def eval_loss(self) -> float | None:
-        """Held-out loss of these weights; None if they were not evaluated, or it is not finite."""
+        """Held-out loss of these weights, or None if they were not evaluated, or it is not finite."""
         return self.state_of("evaluation").get("eval_loss")
 
 
@@ -94,13 +94,13 @@ class CheckpointMeta(TrainState):
     parallel: dict[str, Any]
     """The parallel mapping that wrote the checkpoint, for information: any other mapping can load it."""
     dtype: str = ""
-    """run.dtype of the run that wrote it; empty if no run did, or in checkpoints of old versions."""
+    """run.dtype of the run that wrote it, or empty if no run did, or in checkpoints of old versions."""
     origin: str = ""
     """Source of weights that no run trained: "import" or "upcycle" and a folder. Such checkpoints have no moments."""
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel degree of the mapping that wrote the checkpoint; None if it is unknown."""
+        """Data-parallel degree of the mapping that wrote the checkpoint, or None if it is unknown."""
         try:
             world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
         except KeyError:
@@ -128,7 +128,7 @@ def method_of_samples(method: Any) -> Any:
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write `META_FILE` of a checkpoint folder; raise ValueError with the reason if `read_meta` cannot read it."""
+    """Write `META_FILE` of a checkpoint folder. Raise ValueError with the reason if `read_meta` cannot read it."""
     (path / META_FILE).write_text(format_json(asdict(meta), MAX_DESCRIPTION_BYTES), encoding="utf-8")
 
 

@@ -53,7 +53,7 @@ def step_of(path: Path) -> int:
 
 
 def wrong_name_reason(path: Path, step: int) -> str:
-    """Return why the name of a checkpoint is wrong (its metadata has another step); empty if it is right."""
+    """Return why the name of a checkpoint is wrong (its metadata has another step), or empty if it is right."""
     right_name = step_path(path.parent, step).name
     return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {right_name!r}"
 

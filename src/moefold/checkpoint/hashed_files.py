@@ -23,7 +23,7 @@ MIN_BLOCK_BYTES = 1 << 15
 
 
 class HashingThread:
-    """Thread that adds blocks to SHA-256 hashes in the order of the calls; `with` waits for the last block."""
+    """Thread that adds blocks to SHA-256 hashes in the order of the calls. `with` waits for the last block."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "hashing")
@@ -39,7 +39,7 @@ class HashingThread:
             self.drain()
 
     def update(self, digest: "hashlib._Hash", block: memoryview | bytes) -> None:
-        """Add a block, which must not change before `drain`, to a hash; wait while too many bytes are queued.
+        """Add a block, which must not change before `drain`, to a hash. Wait while too many bytes are queued.
 
         Args:
             digest: not to be read before `drain`.
@@ -73,7 +73,7 @@ class _Progress:
 
 
 class OrderedHashes:
-    """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; a context manager.
+    """Context manager for the SHA-256 of files or tensors whose bytes arrive in order, computed in a thread.
 
     Repeated bytes are ignored. Bytes that arrive too early are also ignored, and their file gets no hash.
     """
@@ -110,9 +110,9 @@ class HashingWriter(dcp.FileSystemWriter):
     """DCP writer of a folder whose data files are hashed while they are written.
 
     Args:
-        thread: the thread that hashes; None: the writing thread.
+        thread: the thread that hashes. None: the writing thread.
         sync_files: whether a file is on the disk when it is complete.
-        per_thread_copy_ahead: bytes that are copied from a GPU before they are written; see base class.
+        per_thread_copy_ahead: bytes that are copied from a GPU before they are written. See base class.
 
     Attributes:
         digests: size and hash of each data file that this process has written.

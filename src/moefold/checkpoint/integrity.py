@@ -26,7 +26,7 @@ def quick_validate(path: Path) -> list[str]:
 
 
 def check_file_sizes(path: Path) -> None:
-    """Compare the file sizes of a checkpoint with its manifest; needs no torch.
+    """Compare the file sizes of a checkpoint with its manifest. It needs no torch.
 
     Raises:
         ConfigError: a file is missing or has another size, or there is no manifest.
@@ -40,10 +40,10 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
 
     Args:
         world: all processes. Each reads a part of the files, a block at a time.
-        checks_hashes: compare hashes; else only sizes and the content of `META_FILE`.
+        checks_hashes: compare hashes. Else only sizes and the content of `META_FILE` are compared.
 
     Raises:
-        ConfigError: a file is missing or differs, or there is no manifest; raised on every process.
+        ConfigError: a file is missing or differs, or there is no manifest. Raised on every process.
     """
     if faults := gather_errors(validate_files(path, world, checks_hashes=checks_hashes), world):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")

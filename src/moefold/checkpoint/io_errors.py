@@ -83,7 +83,7 @@ def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
 
 
 def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
-    """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy."""
+    """Return the reason of a failure in one line. A full disk is named with file, free space and remedy."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     if disk is None:
         return text

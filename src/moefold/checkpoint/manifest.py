@@ -74,7 +74,7 @@ def check_file_name(folder: Path, name: str) -> None:
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """Return the path of a regular file of a folder; refuse links out of the folder, devices and pipes.
+    """Return the path of a regular file of a folder. Refuse links out of the folder, devices and pipes.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -88,7 +88,7 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str]:
-    """Return descriptions of the files that are missing or have another size; reads no content."""
+    """Return descriptions of the files that are missing or have another size. It reads no content."""
     sizes = file_sizes(folder)
     faults = []
     for name, record in manifest.items():
@@ -100,14 +100,14 @@ def validate_sizes(folder: Path, manifest: Mapping[str, FileDigest]) -> list[str
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file of a folder in bytes, by name; of a remote folder by one listing."""
+    """Return the size of each file of a folder in bytes, by name. A remote folder needs one listing."""
     if isinstance(folder, RemotePath):
         return {entry.name: entry.size_bytes for entry in folder.entries() if not entry.is_dir}
     return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
 
 
 def validate_hashes(folder: Path, manifest: Mapping[str, FileDigest], names: Iterable[str]) -> list[str]:
-    """Return descriptions of the named files whose content differs from the manifest; reads the files whole."""
+    """Return descriptions of the named files whose content differs from the manifest. It reads the files whole."""
     faults = []
     for name in names:
         try:

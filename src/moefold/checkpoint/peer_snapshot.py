@@ -84,7 +84,7 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
 def choose_members(
     held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout, count: int
 ) -> tuple[int, ...] | None:
-    """Return `count` survivors that together have every shard of the newest possible step; None if no choice has them.
+    """Return `count` survivors that together have every shard of the newest possible step, or None if there are none.
 
     Ranks of high numbers are left out first. A survivor with the only copy of a shard stays.
     """
@@ -153,7 +153,7 @@ def plan_copies(
 
 @dataclass
 class Snapshot:
-    """State of one step in host memory; `step` is None while it is written."""
+    """State of one step in host memory. `step` is None while it is written."""
 
     step: int | None = None
     train_state: TrainState | None = None
@@ -185,7 +185,7 @@ class SnapshotGeneration:
     number: int = 0
     """Mappings up to this one for which every rank had a snapshot."""
     rank: int | None = None
-    """Rank of this process in the mapping; None before the first snapshot, like `layout`."""
+    """Rank of this process in the mapping, or None before the first snapshot, like `layout`."""
     layout: SnapshotLayout | None = None
     slots: list[Snapshot] = field(default_factory=lambda: [Snapshot(), Snapshot()])
 
@@ -233,7 +233,7 @@ class PeerSnapshots:
         self._max_bucket_bytes = max_scratch_bytes // 2
         self._plan: _Plan | None = None
         self.generation = SnapshotGeneration()
-        """The generation whose first snapshot every rank has; without snapshots before that."""
+        """The generation whose first snapshot every rank has. Before that there are no snapshots."""
         self._unconfirmed: SnapshotGeneration | None = None
         """The next generation, while this rank does not know whether all ranks have completed its first snapshot."""
         self.restored_parts: tuple[BoxTransfer, ...] = ()
@@ -299,7 +299,7 @@ class PeerSnapshots:
         The copy replaces the older of two snapshots. Call it after a step in which all ranks have communicated.
 
         Args:
-            state: this rank's shards, see `checkpoint_state`; the same entries at every call under one mapping.
+            state: this rank's shards, see `checkpoint_state`. The same entries at every call under one mapping.
         """
         if groups.layout.dp == 1:
             # A job without other replicas cannot lose another rank.
@@ -403,7 +403,7 @@ class PeerSnapshots:
             device: device that `world` communicates from.
 
         Raises:
-            RunError: no rank has a part of a tensor; raised on every rank.
+            RunError: no rank has a part of a tensor. Raised on every rank.
         """
         slot = self.snapshot(step)
         assert slot.train_state is not None
@@ -453,7 +453,7 @@ def plan_restore(
         The parts that a rank already has, the buckets of transfers for the other parts, and the type of each tensor.
 
     Raises:
-        RunError: no rank has a part of a tensor; raised on every rank.
+        RunError: no rank has a part of a tensor. Raised on every rank.
     """
     has = [(name, box, values.dtype) for (name, box), values in slot.boxes()]
     gathered = all_gather_objects((has, list(local_boxes(state))), world)

@@ -43,12 +43,12 @@ def data_order_change(
     *,
     drops_files: bool = False,
 ) -> str:
-    """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
+    """Describe how the samples of a checkpoint's run differ from the samples of a recipe. Empty: they are the same.
 
     Files are compared by their content: other paths with the same fingerprints are not a difference.
 
     Args:
-        fingerprints: current fingerprints of the data files; None: compare only the settings.
+        fingerprints: current fingerprints of the data files. None: compare only the settings.
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
     """
@@ -93,10 +93,10 @@ def with_recipe_file_names(meta: CheckpointMeta, order: SampleOrder, fingerprint
 
 
 def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
-    """Return a message about data of the same content at other paths than in a checkpoint; empty if no data moved.
+    """Return a message about data of the same content at other paths than in a checkpoint, or empty if no data moved.
 
     Args:
-        order: `sample_order` of the recipe; `data_order_change` returns "" for it.
+        order: `sample_order` of the recipe. `data_order_change` returns "" for it.
     """
     recorded = _recorded_order(meta)
     moved_keys = [key for key in LOCATION_KEYS if recorded[key] != order[key]]
@@ -142,7 +142,7 @@ def model_differences(
     reader: ModelConfig | None = None,
     sides: tuple[str, str] = ("there", "here"),
 ) -> str:
-    """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
+    """Describe how the computation of a stored model (`model_sizes`) differs from `model`, or empty if it does not.
 
     Args:
         reader: the model whose layers read the weights, if they differ from `model`. Its keys are also compared.

@@ -33,7 +33,7 @@ RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 
 def find_resume(cfg: Config) -> Path | None:
-    """Return the checkpoint that a run resumes from, or None for a new run; checks file sizes, not hashes.
+    """Return the checkpoint that a run resumes from, or None for a new run. It checks file sizes, not hashes.
 
     Raises:
         ConfigError: see `check_compatible`.
@@ -49,18 +49,18 @@ class Resume:
     """Checkpoint to resume from."""
 
     path: Path | None
-    """The checkpoint; None for a new run."""
+    """The checkpoint, or None for a new run."""
     skipped: tuple[str, ...] = ()
     """Damaged newer checkpoints, each with the reason."""
 
 
 def resolve_resume(cfg: Config, world: "World", fingerprints: Mapping[str, str] | None = None) -> Resume:
-    """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
+    """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names, equal on every rank.
 
     Collective over all ranks. Each rank verifies the hashes of a part of the files.
 
     Raises:
-        ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
+        ConfigError: the checks of `check_compatible` fail (first rank only), the named checkpoint is damaged, or all
             checkpoints are.
     """
     skipped: dict[str, str] = {}

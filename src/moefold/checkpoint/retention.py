@@ -32,8 +32,8 @@ def remove_older(
 
     Args:
         newest: the new checkpoint. It stays.
-        keep: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: checkpoints of steps divisible by this number are always kept; 0: none.
+        keep: number of newest complete checkpoints to keep. 0 keeps all.
+        keep_every: checkpoints of steps divisible by this number are always kept. 0: none.
         may_remove: see `WritingJob.may_replace`.
         keeps_best: whether the checkpoint with the lowest held-out loss is also kept.
     """

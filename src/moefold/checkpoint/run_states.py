@@ -28,11 +28,11 @@ class TensorState(Protocol):
         """Return this rank's shards of the object's entries, by mapping-independent names."""
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load the object's entries of a checkpoint, after `load_state_dict`; None: a new run. Collective."""
+        """Load the object's entries of a checkpoint, after `load_state_dict`. None: a new run. Collective."""
 
 
 class Record:
-    """State that describes a checkpoint and is not restored; `read` returns it."""
+    """State that describes a checkpoint and is not restored. `read` returns it."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -46,7 +46,7 @@ class Record:
 
 
 class RunStates:
-    """Registry of the objects whose state a resumed run needs; saver and loader iterate over it.
+    """Registry of the objects whose state a resumed run needs. Saver and loader iterate over it.
 
     The owner of an object adds it under a name. For a name that a checkpoint lacks, {} is loaded, the state of a new
     run. The callback of a program gets back its state at the time of its first `add`.
@@ -122,7 +122,7 @@ class RunStates:
         """Restore all objects in the order that they require. Collective.
 
         Args:
-            path: the checkpoint; None if the tensors are restored by other means.
+            path: the checkpoint, or None if the tensors are restored by other means.
 
         Raises:
             ConfigError: a state is malformed, or the checkpoint lacks a tensor.

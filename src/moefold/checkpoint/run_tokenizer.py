@@ -38,7 +38,7 @@ TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task",
 
 
 def tokenizer_name(order: Mapping[str, Any]) -> str:
-    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if it is unknown or the run read no text."""
+    """Return the tokenizer of a run's [data]: "bytes" or a path, or empty if it is unknown or the run read no text."""
     name = str(order.get("tokenizer", ""))
     kind = order.get("kind", DataConfig().kind)
     return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
@@ -112,7 +112,7 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
 
 
 def find_run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint; None if there is none."""
+    """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint, or None without one."""
     for folder in (checkpoint / RUN_TOKENIZER_DIR, checkpoint.parent / RUN_TOKENIZER_DIR):
         if folder.is_dir():
             return Path(local_copy(str(folder))) if is_remote(folder) else folder
@@ -120,7 +120,7 @@ def find_run_tokenizer(checkpoint: Path) -> Path | None:
 
 
 def recorded_fingerprint(meta: CheckpointMeta) -> str:
-    """Return the fingerprint of the tokenizer that a checkpoint's run read; empty if there is none."""
+    """Return the fingerprint of the tokenizer that a checkpoint's run read, or empty if there is none."""
     name = tokenizer_name(meta.order)
     return meta.data_files.get(Path(name).name, "") or meta.data_files.get(TOKENIZER_FILE, "")
 

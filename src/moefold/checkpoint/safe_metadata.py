@@ -57,7 +57,7 @@ _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
-"""Classes that an index may refer to, by module; `_InertObject` subclasses replace them."""
+"""Classes that an index may refer to, by module. `_InertObject` subclasses replace them."""
 _UNPICKLE_ERRORS = (
     AttributeError,
     EOFError,
@@ -88,7 +88,7 @@ class SafeReader(dcp.FileSystemReader):
         return content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each shard of a plan once; from a remote folder with concurrent requests."""
+        """Read each shard of a plan once, from a remote folder with concurrent requests."""
         folder = _folder_of(self)
         items: dict[MetadataIndex, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):
@@ -188,7 +188,7 @@ def shards_of(content: Metadata) -> dict[MetadataIndex, StoredShard]:
 
 
 def _read_pickle(path: Path) -> bytes:
-    """Read the pickled index; stop after the first bytes if the header is wrong."""
+    """Read the pickled index. Stop after the first bytes if the header is wrong."""
     with open_regular(path) as file:
         if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
             raise ValueError("it is not a pickle of protocol 4 or 5")

@@ -86,10 +86,10 @@ def write_checkpoint(
 
     Args:
         state: this rank's shards, see `checkpoint_state`.
-        train_state: progress of the run; stored by the first rank.
-        group: all ranks; None for the default group.
-        planner: provides each tensor when it is written; None: all at once.
-        writer: the job that saves, on the first rank; None: a job that starts with this save.
+        train_state: progress of the run. The first rank stores it.
+        group: all ranks, or None for the default group.
+        planner: provides each tensor when it is written. None: all at once.
+        writer: the job that saves, on the first rank. None: a job that starts with this save.
 
     Raises:
         ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.
@@ -164,7 +164,7 @@ def _complete(
 
 
 def _num_bytes(state: dict[str, Any]) -> float:
-    """Return the length of a state in JSON; infinity if a number has too many digits for JSON."""
+    """Return the length of a state in JSON, or infinity if a number has too many digits for JSON."""
     try:
         return len(json.dumps(state))
     except ValueError:
@@ -196,10 +196,10 @@ def load_checkpoint(
     their values.
 
     Args:
-        optimized: its parameters by name; None: `parameters`.
+        optimized: its parameters by name. None: `parameters`.
 
     Raises:
-        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs; raised on every rank.
+        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs. Raised on every rank.
     """
     meta = read_meta(path)
     optimized = parameters if optimized is None else optimized
@@ -213,7 +213,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     """Load weights and buffers only, converted to the dtype of the parameters. Collective over all ranks.
 
     Raises:
-        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs; raised on every rank.
+        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs. Raised on every rank.
     """
     read_meta(path)
     check_integrity(path, current_world())
@@ -224,7 +224,7 @@ def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
     """Load other entries of a checkpoint into this rank's shards. Collective over all ranks.
 
     Raises:
-        ConfigError: the checkpoint lacks an entry; raised on every rank.
+        ConfigError: the checkpoint lacks an entry. Raised on every rank.
     """
     _load_state(path, entries)
 
@@ -244,10 +244,10 @@ def checkpoint_state(
     optimizer: torch.optim.Optimizer,
     optimized: Mapping[str, nn.Parameter] | None = None,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing.
+    """Return this rank's shards of all checkpoint entries, by mapping-independent names. It copies nothing.
 
     Args:
-        optimized: its parameters by name; None: `parameters`.
+        optimized: its parameters by name. None: `parameters`.
     """
     moments = named_moments(optimizer, parameters if optimized is None else optimized)
     moments = {f"optimizer.{name}": moment for name, moment in moments.items()}
@@ -344,7 +344,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
     """Check that a checkpoint has moments if and only if the optimizer has moments. Collective.
 
     Args:
-        moments: moments of this rank; None if no parameter of the rank is trained.
+        moments: moments of this rank, or None if no parameter of the rank is trained.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
     if gather_errors(["other"] if moments is not None and has_moments != bool(moments) else [], current_world()):
@@ -381,7 +381,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def _chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """Return the chunk of a tensor that this rank holds; an empty list if it has no values."""
+    """Return the chunk of a tensor that this rank holds, or an empty list if it has no values."""
     values, start = local_slice(tensor)
     is_empty = values.numel() == 0
     return [] if is_empty else [ChunkStorageMetadata(offsets=torch.Size(start), sizes=values.shape)]

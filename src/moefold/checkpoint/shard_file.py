@@ -103,7 +103,7 @@ def read_shard(
 
     Args:
         rows: rows to read. A local file is read only there.
-        on_archive: called with the archive, which is then read whole; not allowed with `rows`.
+        on_archive: called with the archive, which is then read whole. It excludes `rows`.
 
     Raises:
         OSError: the file cannot be read.
@@ -161,7 +161,7 @@ def _num_values(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _locate_values(file: BinaryIO, shard: StoredShard) -> tuple[_TensorArgs, int]:
-    """Check a shard against its index entry; return the arguments of its tensor, and the offset of its storage.
+    """Check a shard against its index entry, and return the arguments of its tensor, and the offset of its storage.
 
     Raises:
         OSError: the file cannot be read.

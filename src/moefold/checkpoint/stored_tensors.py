@@ -37,7 +37,7 @@ class StoredTensorDifference:
     name: str
     what: str
     max_abs: float | None = None
-    """Largest absolute difference of two values; None if the tensors cannot be compared."""
+    """Largest absolute difference of two values, or None if the tensors cannot be compared."""
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:

@@ -117,7 +117,7 @@ class CheckpointSource:
         return self._stored[name].properties.dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return the values of a region; a view of a chunk if the region is within one chunk."""
+        """Return the values of a region. It is a view of a chunk if the region is within one chunk."""
         chunks = {tuple(chunk.offsets): chunk for chunk in self._stored[name].chunks}
         boxes = {
             offsets: common
@@ -143,7 +143,7 @@ class CheckpointSource:
         return values
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
-        """Return some rows (first dimension) of a tensor; read nothing else from the files, and fill no cache.
+        """Return some rows (first dimension) of a tensor. Nothing else is read from the files, and no cache is filled.
 
         Raises:
             ConfigError: the checkpoint is damaged.
@@ -194,7 +194,7 @@ def hash_checked_reads(source: CheckpointSource) -> Iterator[None]:
     A file that is not read whole, or in another order, is read at the end.
 
     Raises:
-        ConfigError: a file is missing or differs; replaces errors that damage may have caused.
+        ConfigError: a file is missing or differs. It replaces errors that damage may have caused.
     """
     manifest = {name: entry for name, entry in read_manifest(source.path).items() if fnmatch(name, TENSOR_FILES)}
     hashes = OrderedHashes()
@@ -241,7 +241,7 @@ def write_chunks(
     local_chunks: Sequence[TensorChunk],
     read: Callable[[TensorChunk], Tensor],
 ) -> dict[str, FileDigest]:
-    """Write the weights of a checkpoint, with one chunk at a time in memory; return the digests of the files.
+    """Write the weights of a checkpoint, with one chunk at a time in memory, and return the digests of the files.
 
     Collective if a process group is initialised: together the processes write every chunk of every tensor once.
 

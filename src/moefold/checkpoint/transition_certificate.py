@@ -47,7 +47,7 @@ def certify(
     Call it after `PeerSnapshots.restore`, before the first step.
 
     Raises:
-        RunError: the states differ; raised on every rank, with tensors and ranks.
+        RunError: the states differ. Raised on every rank, with tensors and ranks.
     """
     slot = snapshots.snapshot(step)
     hasher = TensorHasher(groups.device)

@@ -27,12 +27,12 @@ from moefold.host.folder_lock import Owner
 from moefold.remote_path import RemotePath
 
 WRITER_FILE = ".writer.json"
-"""File with the name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
+"""File with the name of the job in a checkpoint. It is hidden, so no upload contains the name of a host."""
 _DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
 
 
 def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
-    """Return the path where a job writes a checkpoint before `commit`; in a remote folder, the final path.
+    """Return the path where a job writes a checkpoint before `commit`. In a remote folder it is the final path.
 
     Two jobs never write into one folder, because a job that is suspended in a save may continue at any time.
     """
@@ -45,7 +45,7 @@ def commit(tmp: Path, final: Path) -> None:
     """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
 
     Raises:
-        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
+        OSError: another job gave that name to its own checkpoint at this moment. That checkpoint stays.
     """
     if final.exists():
         remove_checkpoint(final)
@@ -61,13 +61,13 @@ class _WriterMark:
 
 
 class WritingJob:
-    """Identity of a job that saves into a folder of checkpoints; used on its first rank.
+    """Identity of a job that saves into a folder of checkpoints, used on its first rank.
 
     The job replaces and removes only checkpoints that it wrote or that it found at its start. An unfinished checkpoint
     must also have no running process on this machine and must not change, because its job may run elsewhere.
 
     Args:
-        folder: the folder of checkpoints; need not exist.
+        folder: the folder of checkpoints. It need not exist.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -79,7 +79,7 @@ class WritingJob:
         self._written: set[str] = set()
 
     def create_draft(self, step: int) -> Path:
-        """Create an empty folder for the checkpoint of a step; delete what killed jobs left of that step.
+        """Create an empty folder for the checkpoint of a step. Delete what killed jobs left of that step.
 
         Raises:
             ConfigError: another job saves into the folder of checkpoints.
@@ -124,7 +124,7 @@ class WritingJob:
         (draft / WRITER_FILE).write_text(text, encoding="utf-8")
 
     def check_still_own(self, draft: Path) -> None:
-        """Check that a folder that this job writes is still its own; delete what it wrote after a removal.
+        """Check that a folder that this job writes is still its own. Delete what it wrote after a removal.
 
         Raises:
             ConfigError: another job replaced the folder, or it was removed.
@@ -165,7 +165,7 @@ class WritingJob:
 
 
 def _step_folders(folder: Path) -> list[RemotePath] | list[Path]:
-    """Return the folders named like a checkpoint; in a remote folder, also incomplete checkpoints."""
+    """Return the folders named like a checkpoint, in a remote folder incomplete checkpoints too."""
     return remote_step_folders(folder) if isinstance(folder, RemotePath) else named_checkpoints(folder)
 
 

@@ -25,7 +25,7 @@ CLOCK_NAMES = {"wall": "wall clock", "cpu": "CPU time of all threads"}
 
 
 def run(argv: list[str]) -> int:
-    """Run the benchmark and print its table; return 0."""
+    """Run the benchmark and print its table, and return 0."""
     if argv[:1] and not argv[0].startswith("-"):
         raise ConfigError(
             f"moefold bench takes options only, and {argv[0]!r} is none; benchmarks of single features are programs "
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
 
 
 def checked_shape(args: argparse.Namespace) -> BenchShape:
-    """Return the shape of --shape, after checking the sizes; imports no torch."""
+    """Return the shape of --shape, after checking the sizes, without importing torch."""
     shape = shape_from_args(args)
     bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=args.experts)
     return shape

@@ -78,7 +78,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _check_effect(arguments: argparse.Namespace) -> None:
-    """Check that every given option has an effect; raise ConfigError if an option has none."""
+    """Check that every given option has an effect. Raise ConfigError if an option has none."""
     if arguments.export is None:
         if arguments.force:
             raise ConfigError("--force replaces an export; name it with --export FOLDER")
@@ -91,7 +91,7 @@ def _check_effect(arguments: argparse.Namespace) -> None:
 
 
 def _check_local(arguments: argparse.Namespace) -> None:
-    """Check that no path is a URL, whose slashes a local path would lose; raise ConfigError if a path is one."""
+    """Check that no path is a URL, whose slashes a local path would lose. Raise ConfigError if a path is one."""
     for name in (*arguments.runs, *filter(None, [arguments.export])):
         if is_remote(name):
             raise ConfigError(

@@ -44,7 +44,7 @@ class CheckpointRow:
 
     path: Path
     meta: CheckpointMeta | None
-    """Metadata of the checkpoint; None if it cannot be read."""
+    """Metadata of the checkpoint, or None if it cannot be read."""
     size_bytes: int
     faults: list[str]
     is_best: bool = False
@@ -126,7 +126,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one action. Return 0 for done, intact or equal; 1 for damaged or different."""
+    """Run one action. Return 0 for done, intact or equal, and 1 for damaged or different."""
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     return action(arguments)
@@ -226,7 +226,7 @@ def _rm(arguments: argparse.Namespace) -> int:
 
 
 def _validate_checkpoint(path: Path) -> list[str]:
-    """List the faults of a checkpoint; hash every file unless the file sizes are wrong already.
+    """List the faults of a checkpoint. Hash every file unless the file sizes are wrong already.
 
     Intact files may still not form a checkpoint, so the index, each part and the description are checked as well.
     """

@@ -24,7 +24,7 @@ from moefold.units import GIB
 def network_links(system: Path = Path("/sys/class")) -> list[str]:
     """Return one description for each network interface that is up, and each port of an InfiniBand or RoCE adapter.
 
-    `system` is the folder of the kernel's device classes; empty if it lists none, as on macOS.
+    `system` is the folder of the kernel's device classes, or empty if it lists none, as on macOS.
     """
     links = []
     for interface in sorted((system / "net").glob("*")):
@@ -39,7 +39,7 @@ def network_links(system: Path = Path("/sys/class")) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """Return the content of a file of the kernel; "" if it cannot be read."""
+    """Return the content of a file of the kernel, or "" if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -68,7 +68,7 @@ def is_override(word: str) -> bool:
 
 
 def _read_prompt(rank_env: RankEnv | None) -> str:
-    """Read the prompt from standard input; refused under a launcher, whose ranks do not share standard input."""
+    """Read the prompt from standard input. A launcher is refused: its ranks do not share standard input."""
     if rank_env is not None:
         raise ConfigError("a prompt is missing: ranks of a launcher share no standard input; give it as an argument")
     if sys.stdin is None or sys.stdin.isatty():

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path]:
-    """Parse the arguments NAME, NAME DIR, or a DIR that exists; return the recipe's name and the folder."""
+    """Parse the arguments NAME, NAME DIR, or a DIR that exists, and return the recipe's name and the folder."""
     name, folder = [*(words or [DEFAULT_RECIPE]), "."][:2]
     if name in names:
         return name, Path(folder)

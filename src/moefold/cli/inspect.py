@@ -181,7 +181,7 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
 
 
 def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers and the course of each curve; prints nothing without curves."""
+    """Print the numbers and the course of each curve, or nothing without curves."""
     if not curves:
         return
     summaries = [curve.summary() for curve in curves]
@@ -219,7 +219,7 @@ def _extremes(last_E: Array) -> tuple[list[int], int]:
 def _heat_row(
     label: str, values: Array, blocks: str, height: Callable[[float], float], *, marks_zero: bool = False
 ) -> Text:
-    """Return a line with one block per bin, widened if there are few; `height` maps a value to [0, 1]."""
+    """Return a line with one block per bin, widened if there are few. `height` maps a value to [0, 1]."""
     text = Text(f"{label:>12}  ", no_wrap=True, overflow="crop")
     width = max(1, MIN_ROW_COLUMNS // len(values))
     for value in values.tolist():

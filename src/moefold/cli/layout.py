@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
 
 
 def check_listable(layout: Layout) -> None:
-    """Check that the ranks are few enough to list all groups; raise ConfigError if there are too many ranks."""
+    """Check that the ranks are few enough to list all groups. Raise ConfigError if there are too many ranks."""
     from moefold.cli.layout_table import MAX_LISTED_RANKS
 
     if layout.world_size > MAX_LISTED_RANKS:
@@ -110,7 +110,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
 
 
 def stages_from_config(cfg: Config) -> StagePlan:
-    """Return the pipeline stages of a config; raise ConfigError if the schedule, the layout or its file is wrong."""
+    """Return the pipeline stages of a config. Raise ConfigError if the schedule, the layout or its file is wrong."""
     wrong_pp = DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
     raise_all([*validate_schedule(cfg.parallel), *wrong_pp, *validate_pipeline_layout(cfg.model, cfg.parallel)])
     return plan_stages(cfg)

@@ -132,7 +132,7 @@ def _table(title: str, names: Iterable[str]) -> Table:
 
 
 def _add_columns(table: Table, names: Iterable[str]) -> None:
-    """Add columns that are not wrapped; ">" before a name aligns it to the right."""
+    """Add columns that are not wrapped. ">" before a name aligns it to the right."""
     for name in names:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
 

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    """Build the parser that formats the help; lm_eval parses the arguments."""
+    """Build the parser that formats the help. lm_eval parses the arguments."""
     return CommandParser(usage=USAGE, description=DESCRIPTION, add_help=False)
 
 

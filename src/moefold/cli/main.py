@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stdout_failure(error: Exception) -> str:
-    """Return why standard output cannot be written (a full disk, a lost terminal); "" for any other error."""
+    """Return why standard output cannot be written (a full disk, a lost terminal), or "" for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
         return ""
     try:

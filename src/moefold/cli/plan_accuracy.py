@@ -86,7 +86,7 @@ def _groups(accuracy: Accuracy) -> Table:
 
 
 def _kinds(accuracy: Accuracy) -> Table:
-    """Return the errors by GPU and kind of row; unseen: the errors of fits without the row's configuration."""
+    """Return the errors by GPU and kind of row. Unseen are the errors of fits without the row's configuration."""
     table = Table("rows", "", "mean", "median", "bias", "unseen: mean", "median", "bias")
     for name, groups in accuracy.errors_by_kind().items():
         fitted = groups["fitted"]

@@ -173,7 +173,7 @@ def print_footer(
 
 
 def print_documents(console: Console, planner: Planner, plan: PlannedMapping) -> None:
-    """Print the lengths of the documents and how the ranks share their attention; nothing without --lengths."""
+    """Print the lengths of the documents and how the ranks share their attention, or nothing without --lengths."""
     if plan.attention is None:
         return
     cost_model = planner.search_of(plan).cost_model

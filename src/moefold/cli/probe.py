@@ -39,7 +39,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Measure on all ranks, print the comparison with the fitted cost model, and write the file; return 0."""
+    """Measure on all ranks, print the comparison with the fitted cost model, and write the file. Return 0."""
     args = _parser().parse_args(argv)
     check_output_path("FILE", args.file, (".toml",))
     for option, path in (("FILE", args.file), ("--json", args.json)):

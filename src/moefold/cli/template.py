@@ -28,7 +28,7 @@ example:
 
 
 def run(argv: list[str]) -> int:
-    """Print the job file; raise ConfigError if the recipe is wrong, or the job contradicts it."""
+    """Print the job file. Raise ConfigError if the recipe is wrong, or the job contradicts it."""
     arguments = vars(_parser().parse_intermixed_args(argv))
     recipe = arguments.pop("recipe")
     overrides = arguments.pop("overrides")

@@ -141,7 +141,7 @@ def format_summary(timeline: Timeline) -> str:
 
 
 def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
-    """Draw the passes of a rank; return their names."""
+    """Draw the passes of a rank, and return their names."""
     least = MIN_LABELLED_FRACTION * timeline.total_s
     spans = dict(timeline.actions(rank))
     for kind, name in PASS_NAMES.items():
@@ -160,7 +160,7 @@ def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> s
 
 
 def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
-    """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn entries."""
+    """Draw collectives as a thin line at the bottom of the lane, red if exposed, and return the drawn entries."""
     exposed = timeline.exposed(rank)
     hidden = subtract_spans(timeline.spans(rank, COMMUNICATION), exposed)
     drawn = set()

@@ -73,14 +73,14 @@ OUTSIDE_NOTE = "NOT checked: whether the formulas from outside share code with w
 """Note on external parts with their own formula. The names of the parts follow it."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
-"""Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
+"""Trains some steps of a recipe on its ranks with a progress callback, and returns the record of each rank."""
 
 
 def run(argv: list[str]) -> int:
     """Run `moefold verify` and return 0 if the mapping equals the oracle, 1 if not.
 
     Raises:
-        NoFormulaError: the oracle cannot judge the recipe; exit status 3.
+        NoFormulaError: the oracle cannot judge the recipe (exit status 3).
     """
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
@@ -127,7 +127,7 @@ def verify(
     *,
     against_one_rank: bool = False,
 ) -> int:
-    """Train with the oracle and under the mapping, and print the comparison; return 0 if they are equal, 1 if not.
+    """Train with the oracle and under the mapping, and print the comparison. Return 0 if they are equal, 1 if not.
 
     Args:
         cfg: the recipe, in float64 on the CPU.

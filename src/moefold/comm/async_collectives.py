@@ -24,7 +24,7 @@ from moefold.comm.groups import Group
 from moefold.comm.resumable import Resumable
 
 CollectiveLauncher = Callable[[Tensor], tuple[Tensor, dist.Work | None]]
-"""Launches a collective on a tensor; returns the output buffer and the work to wait for."""
+"""Launches a collective on a tensor, and returns the output buffer and the work to wait for."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WireFormat:
     """Encoding of rows for communication, such as FP8. Gradients are sent unencoded."""
 
     pack: Callable[[Tensor], Tensor]
-    """Encodes the rows to send; may copy them."""
+    """Encodes the rows to send. It may copy them."""
     unpack: Callable[[Tensor], Tensor]
     """Decodes the received rows."""
     adjoint: Callable[[Tensor], Tensor] = lambda grad: grad
@@ -97,13 +97,13 @@ def async_all_to_all(
     *,
     resumes_forward: bool = True,
 ) -> AsyncResult:
-    """Launch `collectives.all_to_all`; `x` must not change before the wait.
+    """Launch `collectives.all_to_all`. `x` must not change before the wait.
 
     Args:
         x: rows to send, before encoding by `wire_format`.
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
-        wire_format: encoding of the rows; not used in a group of one rank.
+        wire_format: encoding of the rows. A group of one rank does not use it.
         resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, because
             another collective in flight at the same time does so.
     """
@@ -120,7 +120,7 @@ def async_all_to_all(
 
 
 def async_all_gather(x: Tensor, group: Group, wire_format: WireFormat = IDENTITY) -> AsyncResult:
-    """Launch `collectives.all_gather`; `x` must not change before the wait."""
+    """Launch `collectives.all_gather`. `x` must not change before the wait."""
     return _launch(
         x,
         group,
@@ -131,14 +131,14 @@ def async_all_gather(x: Tensor, group: Group, wire_format: WireFormat = IDENTITY
 
 
 def async_reduce_scatter(x: Tensor, group: Group) -> AsyncResult:
-    """Launch `collectives.reduce_scatter`; `x` must not change before the wait."""
+    """Launch `collectives.reduce_scatter`. `x` must not change before the wait."""
     return _launch(x, group, lambda rows: begin_reduce_scatter(rows, group), lambda grad: begin_all_gather(grad, group))
 
 
 def async_all_gather_uneven(
     x: Tensor, group: Group, split_sizes: Sequence[int], wire_format: WireFormat = IDENTITY
 ) -> AsyncResult:
-    """Launch `collectives.all_gather_uneven`; `x` must not change before the wait."""
+    """Launch `collectives.all_gather_uneven`. `x` must not change before the wait."""
     # Do not capture x itself: the autograd graph holds the wire format and would keep x alive.
     num_rows = x.shape[0]
     repeats = (group.size, *[1] * (x.dim() - 1))
@@ -151,7 +151,7 @@ def async_all_gather_uneven(
 
 
 def async_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> AsyncResult:
-    """Launch `collectives.reduce_scatter_uneven`; `x` must not change before the wait."""
+    """Launch `collectives.reduce_scatter_uneven`. `x` must not change before the wait."""
     if group.size == 1:
         return AsyncResult(x, None)
     num_rows = split_sizes[group.rank]

@@ -26,7 +26,7 @@ def exchange_boxes(
     Args:
         transfers: transfers of all members, the same on each member.
         group: the ranks. Sources and targets are numbers of members.
-        device: device of the buffers; the group must be able to communicate from it.
+        device: device of the buffers. The group must be able to communicate from it.
         dtypes: type of each tensor in the messages.
         read: returns the values of a box that this rank sends, on any device.
         write: receives the values of a box that this rank gets, a view of the buffer.

@@ -32,12 +32,12 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members; return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
+    """Sum over the members. Return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
     return _differentiable(x, group, partial(_reduce_scatter_now, group=group), partial(_all_gather_now, group=group))
 
 
 def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
-    """Send input_splits[0] rows to member 0 and so on; receive output_splits[i] rows from member i.
+    """Send input_splits[0] rows to member 0 and so on. Receive output_splits[i] rows from member i.
 
     Adjoint: the same with the splits swapped. Splits may be zero. Sender and receiver must agree on them.
 
@@ -75,7 +75,7 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
     """Split `split_dim` over the members and concatenate `concat_dim`, by all-to-all (Ulysses, arXiv:2309.14509).
 
     Args:
-        x: local tensor; group.size divides its size along split_dim.
+        x: local tensor. Its size along split_dim is a multiple of group.size.
         split_dim: the dim that becomes local.
         concat_dim: the dim that becomes full, in group order.
     """
@@ -96,7 +96,7 @@ def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members without a gradient; `x` is unchanged."""
+    """Sum over the members without a gradient. `x` is unchanged."""
     total = x.detach().clone()
     if group.size > 1:
         all_reduce_sum_(total, group)
@@ -104,14 +104,14 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_sum_(x: Tensor, group: Group) -> None:
-    """Replace `x` by the sum over the members; no gradient, no copy."""
+    """Replace `x` by the sum over the members, without a gradient or a copy."""
     group.record_collective("all_reduce", x)
     with group.comm_timer.waiting():
         dist.all_reduce(x, group=group.handle)
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    """Return the element-wise maximum over the members without a gradient; `x` is unchanged."""
+    """Return the element-wise maximum over the members without a gradient. `x` is unchanged."""
     maximum = x.detach().clone()
     if group.size > 1:
         group.record_collective("all_reduce", x)
@@ -144,7 +144,7 @@ def _wait_unless(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
-    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...]; None elsewhere. No gradient."""
+    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...], or None elsewhere. No gradient."""
     x = x.detach().contiguous()
     if group.size == 1:
         return x.unsqueeze(0)
@@ -186,7 +186,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
 
 
 def isend(x: Tensor, group: Group, member: int) -> dist.Work | None:
-    """Start sending a tensor, which must not change until the work is done; return None if the tensor is empty."""
+    """Start sending a tensor, which must not change until the work is done, and return None if the tensor is empty."""
     return dist.isend(x, group.ranks[member], group=group.handle) if x.numel() else None
 
 
@@ -289,9 +289,9 @@ def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = No
     While the caller computes with one block, the next block is in flight.
 
     Args:
-        block: this rank's block, contiguous; only read.
+        block: this rank's block, contiguous, only read.
         group: the members, whose blocks have equal shapes.
-        buffers: contiguous buffers for the blocks of the other members; this rank's block is not copied there. None: a
+        buffers: contiguous buffers for the blocks of the other members. This rank's block is not copied there. None: a
             block is valid until the iterator advances.
     """
     current = block
@@ -316,7 +316,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
     sums at every member, and added in ring order, starting with the member after the destination.
 
     Args:
-        partial_sum: computes this rank's partial sum for a member, overwritten here; contiguous, all of one shape.
+        partial_sum: computes this rank's partial sum for a member, overwritten here. All are contiguous, of one shape.
     """
     total = partial_sum((group.rank - 1) % group.size)
     for step in range(1, group.size):
@@ -329,7 +329,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
 
 
 def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the previous member; keep both tensors until `wait_all`."""
+    """Start sending to the next member and receiving from the previous member. Keep both tensors until `wait_all`."""
     if group.size == 1:
         receive.copy_(send)
         return []

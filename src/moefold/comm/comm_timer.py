@@ -51,7 +51,7 @@ class CommTimer:
             self.leave(before)
 
     def enter(self, *, is_waiting: bool) -> Timestamp | None:
-        """Switch to waiting or computing, inside an interval; return the token for `leave`."""
+        """Switch to waiting or computing, inside an interval, and return the token for `leave`."""
         if self._span_start is None or self.is_waiting == is_waiting:
             return None
         self.is_waiting = is_waiting
@@ -70,7 +70,7 @@ class CommTimer:
             self._span_start = self._now()
 
     def read(self) -> tuple[float, float]:
-        """End the interval; return its duration and its waiting time in seconds, zeros if they are not known yet."""
+        """End the interval. Return its duration and its waiting time in seconds, zeros if they are not known yet."""
         if self._span_start is None:
             return 0.0, 0.0
         ended = (self._spans, self._span_start, self._now())

@@ -27,13 +27,13 @@ class FlightSnapshot:
     """Snapshot of a flight recorder."""
 
     step: int
-    """Optimizer step, 1-based; 0 before the first."""
+    """Optimizer step, 1-based, or 0 before the first."""
     phase: str
     """Phase of the step: "forward of micro-batch 3", "optimizer", "loading data", ..."""
     phase_number: int
     """Phases entered since the step began."""
     collective: str
-    """The last collective launched, finished or not; empty before the first."""
+    """The last collective launched, finished or not, or empty before the first."""
     group: str
     """The group of that collective: its axes and ranks."""
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class FlightRecorder:
     """Records the state of the training thread. Any other thread may read it.
 
     Args:
-        hang_timeout_s: longest time without an event before the job counts as stuck; 0: no limit.
+        hang_timeout_s: longest time without an event before the job counts as stuck. 0: no limit.
         file: memory-mapped copy for other processes of this host.
     """
 
@@ -66,11 +66,11 @@ class FlightRecorder:
         self.clock = RunningClock()
         """Clock of all times except snapshot times: a process that is stopped makes no progress, and does not hang."""
         self.first_rank = 0
-        """Rank in the job of rank 0 of the default process group; above 0 on ranks that only sample."""
+        """Rank in the job of rank 0 of the default process group. It is above 0 on ranks that only sample."""
         self.members: Sequence[int] | None = None
-        """Rank in the job of each rank of the default process group; None before the ranks regroup."""
+        """Rank in the job of each rank of the default process group, or None before the ranks regroup."""
         self.awaited_rank: int | None = None
-        """Rank of the job for whose message this rank waits, maybe longer than the timeout; None if it does not."""
+        """Rank of the job for whose message this rank waits, maybe longer than the timeout, or None if it does not."""
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0
@@ -83,7 +83,7 @@ class FlightRecorder:
         self._write_phase()
 
     def add_group(self, axes: str, ranks: Sequence[int]) -> int:
-        """Register a group; return its number for `record_collective`.
+        """Register a group, and return its number for `record_collective`.
 
         Args:
             axes: name of the group.
@@ -167,7 +167,7 @@ class FlightRecorder:
 
 
 def read_snapshot(file: Path) -> FlightSnapshot | None:
-    """Read the last state of a rank of this host, dead or alive, from its recorder file; None if it wrote nothing."""
+    """Read the last state of a rank of this host, dead or alive, from its recorder file, or None if it is empty."""
     try:
         return decode_snapshot(file.read_bytes())
     except OSError:
@@ -175,7 +175,7 @@ def read_snapshot(file: Path) -> FlightSnapshot | None:
 
 
 def decode_snapshot(content: bytes) -> FlightSnapshot | None:
-    """Decode the content of a recorder file, which has no counts; None if nothing was written."""
+    """Decode the content of a recorder file, which has no counts. Return None if nothing was written."""
     try:
         _, name, axes, *sizes, event_s = _EVENT.unpack_from(content)
         step, phase, phase_number, phase_s, offset_s = json.loads(content[_EVENT.size :].rstrip(b"\0"))

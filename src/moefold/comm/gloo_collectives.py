@@ -52,11 +52,11 @@ def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
-    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`.
+    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`. `x` may be a part of `out`.
 
     Args:
         out: contiguous.
-        x: contiguous; must not change until the work is done.
+        x: contiguous. It must not change until the work is done.
         handle: a gloo group, all of whose members call this.
     """
     shards = gathered_parts(out, x, handle.size(), handle.rank())
@@ -64,11 +64,11 @@ def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work
 
 
 def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
-    """Start to sum tensors over the members; `out` gets this rank's part along dim 0, added in the members' order.
+    """Start to sum tensors over the members. `out` gets this rank's part along dim 0, added in the members' order.
 
     Args:
         out: contiguous.
-        x: contiguous; must not change until the work is done.
+        x: contiguous. It must not change until the work is done.
         handle: a gloo group, all of whose members call this.
     """
     size = handle.size()
@@ -92,7 +92,7 @@ def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Ten
 
 
 def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of two or more terms to `total`, which may be one of the first two; added in their order."""
+    """Write the sum of two or more terms, added in their order, to `total`, which may be one of the first two."""
     torch.add(terms[0], terms[1], out=total)
     for term in terms[2:]:
         total.add_(term)

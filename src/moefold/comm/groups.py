@@ -126,8 +126,8 @@ class ParallelGroups:
         `topology.communicators` determines which groups share a communicator.
 
         Args:
-            recorder: flight recorder that a watchdog reads; None for a new recorder.
-            separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
+            recorder: flight recorder that a watchdog reads, or None for a new recorder.
+            separates_purposes: whether model, experts and FSDP have separate communicators. None: on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -242,7 +242,7 @@ def _expert_mesh(layout: Layout, groups: Mapping[str, Group], device: torch.devi
 
 @dataclass(frozen=True)
 class World:
-    """Rank and world size of this process; rank 0 of 1 if torch.distributed is not initialised."""
+    """Rank and world size of this process, or rank 0 of 1 if torch.distributed is not initialised."""
 
     rank: int = 0
     size: int = 1

@@ -63,7 +63,7 @@ def import_compiler() -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, without a node in the autograd graph; other tensors unchanged."""
+    """Return the local shard of a DTensor, without a node in the autograd graph, and other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -292,7 +292,7 @@ _GROUP_TABLES = (
 
 @contextmanager
 def without_process_groups() -> Iterator[None]:
-    """Run the block as in a process without process groups; restore the existing groups after it.
+    """Run the block as in a process without process groups. Restore the existing groups after it.
 
     A default process group can be created and destroyed in the block without destroying a group from outside. The
     outside groups must not be used meanwhile. Caches that hold device meshes are emptied, as these keep groups that are
@@ -335,7 +335,7 @@ def abort_process_groups() -> None:
 
 
 def forget_process_groups() -> None:
-    """Empty torch's tables and caches of process groups; destroys none.
+    """Empty torch's tables and caches of process groups. It destroys none.
 
     A group is freed, and the connections of gloo close, once no module, mesh or stack frame holds it.
     """
@@ -354,7 +354,7 @@ def forget_process_groups() -> None:
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """Connect a gloo process group on a store, independent of the default group; block until all members are connected.
+    """Connect a gloo process group on a store, independent of the default group. Block until all members are connected.
 
     Args:
         rank: member of the group that this process is.
@@ -535,7 +535,7 @@ def is_nvshmem_available() -> bool:
 
 
 class NvshmemOps:
-    """Symmetric memory of a group over NVSHMEM; see `comm.row_exchange.SymmetricMemoryOps`.
+    """Symmetric memory of a group over NVSHMEM. See `comm.row_exchange.SymmetricMemoryOps`.
 
     Args:
         group: group on CUDA. The allocations of all groups of a process use the same backend.

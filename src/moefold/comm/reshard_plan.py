@@ -19,7 +19,7 @@ from moefold.cost.shard_boxes import Box, WeightSharding
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """A box of a tensor that one rank sends to another; within a rank, a copy."""
+    """A box of a tensor that one rank sends to another. Within a rank it is a copy."""
 
     name: str
     box: Box
@@ -59,10 +59,10 @@ def plan_reshard(
         source: the mapping that holds the weights.
         target: the mapping that needs them. It may lack layers of multi-token prediction.
         itemsize: bytes of an element in a message, by tensor of the target.
-        max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket; at least one element.
-        ranks_per_node: consecutive ranks that share a node; None if all do.
+        max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket of at least one element.
+        ranks_per_node: consecutive ranks that share a node, or None if all do.
         first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
-            0: both have the same ranks; otherwise at least the number of ranks of the source mapping.
+            0: both have the same ranks. Otherwise it is at least the number of ranks of the source mapping.
 
     Raises:
         ValueError: the mappings share some ranks but not all, or the models have different tensors.
@@ -145,7 +145,7 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
 
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
-    """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
+    """Cut a box by the boxes of the source mapping, and return the parts, and the ranks that hold each part."""
     overlaps = ((box.intersect(held_box), ranks) for held_box, ranks in holders.items())
     return [(overlap, ranks) for overlap, ranks in overlaps if overlap is not None]
 

@@ -2,7 +2,7 @@
 
 `BackwardOverlap` runs a forward pass that is written as a generator during the backward pass of another micro-batch, so
 that each pass hides the collectives of the other. Without overlap, blocks and stages run a plain forward pass of the
-same parts; `run_to_end` runs the generator of an MoE layer.
+same parts. `run_to_end` runs the generator of an MoE layer.
 
 The backward pass is one ordinary autograd call. At each collective of an MoE layer it launches the collective, resumes
 the forward pass up to the launch of its next collective, and only then waits. One thread does all of this. So the order
@@ -62,7 +62,7 @@ class ResumableTask(Generic[T]):
 
 
 class BackwardOverlap:
-    """The forward pass to resume while a collective of a backward pass is in flight; shared by all groups of a rank."""
+    """The forward pass to resume while a collective of a backward pass is in flight. All groups of a rank share it."""
 
     def __init__(self) -> None:
         self._forward_task: ResumableTask[Any] | None = None
@@ -82,7 +82,7 @@ class BackwardOverlap:
             self._forward_task = None
 
     def resume(self) -> None:
-        """Resume the forward pass up to its next yield; does nothing without one."""
+        """Resume the forward pass up to its next yield. It does nothing without one."""
         if self._forward_task is not None:
             with torch.enable_grad():
                 self._forward_task.resume()

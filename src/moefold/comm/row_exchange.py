@@ -39,7 +39,7 @@ class SymmetricMemoryOps(Protocol):
         ...
 
     def combine(self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor) -> None:
-        """Send segments back to the ranks of their tokens; the inverse of `dispatch`.
+        """Send segments back to the ranks of their tokens, as the inverse of `dispatch`.
 
         Args:
             rows: rows to send, expert-major, [C, W].

@@ -43,7 +43,7 @@ def share_file(descriptor: int) -> SharedFile:
 
 
 def open_shared_file(file: SharedFile, flags: int) -> int:
-    """Open a file that another process of this machine holds open; return the descriptor.
+    """Open a file that another process of this machine holds open, and return the descriptor.
 
     Raises:
         OSError: it cannot be opened, or belongs to another machine or container.
@@ -119,7 +119,7 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     """Map a segment.
 
     Args:
-        descriptor: descriptor of the segment in this process; None if another process has created it.
+        descriptor: descriptor of the segment in this process, or None if another process has created it.
     """
     opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor
     try:
@@ -268,19 +268,19 @@ class SharedExchange:
         return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
-        """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
+        """Concatenate equal-shaped tensors of the members along dim 0 into `out`. `x` may be a part of `out`."""
         self._gather([gathered_parts(out, x, self.group.size, self.group.rank)])
 
     def sum_scatter(
         self, tensors: Sequence[Tensor], dtype: torch.dtype, tensor_indices: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Sum tensors over the members, in their order; return this rank's rows of each sum.
+        """Sum tensors over the members, in their order, and return this rank's rows of each sum.
 
         Args:
             tensors: of the same shapes on all members. Rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
             dtype: of the sums. Tensors of another type are converted.
-            tensor_indices: positions of the tensors in the list of the caller; other positions on another member are an
+            tensor_indices: positions of the tensors in the list of the caller. Other positions on another member are an
                 error.
         """
         size = self.group.size
@@ -368,7 +368,7 @@ class _Piece:
     """A range of each of some tensors, which the members exchange between two barriers."""
 
     ranges: Sequence[tuple[int, int, int]]
-    """Index of the tensor, start and end of the range in each slice; in shorter slices as far as they reach."""
+    """Index of the tensor, start and end of the range in each slice. Shorter slices end earlier."""
 
     def slices_of(self, member_slices: Sequence[Sequence[Tensor]], member: int) -> list[Tensor]:
         """Return the ranges of a member's slices."""
@@ -413,7 +413,7 @@ def _allocate_flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Te
 
 
 def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange | None:
-    """Open an exchange, collectively; None if gloo does not serve the group or not all ranks can share memory."""
+    """Open an exchange, collectively. None if gloo does not serve the group or not all ranks can share memory."""
     if group.size == 1 or not uses_gloo(group.handle, device):
         return None
     try:

@@ -60,7 +60,7 @@ class SiteRound:
     """Members of a round, as the meeting point chose them."""
 
     epoch: str
-    """Name of the set of members; for another set the members connect again."""
+    """Name of the set of members. For another set the members connect again."""
     members: tuple[int, ...]
     """The sites of the round, ascending, this site included."""
     weights: tuple[float, ...]
@@ -84,14 +84,14 @@ class ExchangeResult:
     mean: Tensor
     """Weighted sum of the members' decoded vectors, on the host."""
     decoded: Tensor
-    """This site's vector as the members decoded it; the vector itself if its code is lossless."""
+    """This site's vector as the members decoded it, or the vector itself if its code is lossless."""
     sent_bytes: int
     seconds: float
     of_members: Tensor | None = None
-    """Decoded values of each member that are not averaged, [members, values]; zeros for a member of weight 0. None:
+    """Decoded values of each member that are not averaged, [members, values], or zeros for a member of weight 0. None:
     there are no such values."""
     probes: Tensor | None = None
-    """Values of the probe of each member, [members, ...]; None without a probe, or if they cannot be compared."""
+    """Values of the probe of each member, [members, ...], or None without a probe, or if they cannot be compared."""
 
 
 class SiteLinks:
@@ -113,7 +113,7 @@ class SiteLinks:
         self._epoch = ""
         self._group: Any = None
         self._return_group: Any = None
-        """Connection from the second of two members to the first; None with more members."""
+        """Connection from the second of two members to the first, or None with more members."""
         self._members: tuple[int, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
@@ -137,12 +137,12 @@ class SiteLinks:
             num_coded: elements at the start of the vector that are sent as a code. All others are sent unchanged.
             num_gathered: number of the last coded elements that are not averaged: the result has these elements of each
                 member, and its mean is not defined there.
-            probe: exchanged too; all members have a probe, or no member has.
+            probe: exchanged too. All members have a probe, or no member has.
         """
         return self._thread.submit(self._exchange, round_, delta, num_coded, code, num_gathered, probe)
 
     def send_state(self, transfer: str, tensors: Sequence[Tensor]) -> int:
-        """Send the tensors of this rank to the same rank of a site that joins; block, and return the bytes.
+        """Send the tensors of this rank to the same rank of a site that joins. Block, and return the bytes.
 
         Args:
             tensors: local tensors, in the order of the receiver's.
@@ -159,7 +159,7 @@ class SiteLinks:
 
     @torch.no_grad()
     def receive_state(self, transfer: str, tensors: Sequence[Tensor]) -> None:
-        """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
+        """Receive the tensors that `send_state` of another site sends, and write them to `tensors`. It blocks.
 
         Args:
             tensors: local tensors of the sizes and types of the sender's.
@@ -258,7 +258,7 @@ class SiteLinks:
         return [content.view(values.dtype) for content in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
-        """Connect to the same rank of the other sites; return once all are connected."""
+        """Connect to the same rank of the other sites, and return once all are connected."""
         self.drop()
         member = members.index(self._number)
 

@@ -64,7 +64,7 @@ class JobLink:
         self.split = split
         self.rank = rank
         self.recorder = FlightRecorder()
-        """Records the rank for whose messages this rank waits; replaced by the recorder of the run."""
+        """Records the rank for whose messages this rank waits. The recorder of the run replaces it."""
         self._handle = handle
 
     @classmethod

@@ -74,7 +74,7 @@ def _temporary_path(final: Path, world: World) -> Path:
 
 
 def _lock_folder(tmp_dir: Path) -> FileLock | None:
-    """Lock a new folder until it is complete, so that another command does not remove it; None on NFS."""
+    """Lock a new folder until it is complete, so that another command does not remove it. Return None on NFS."""
     lock = FileLock(os.open(tmp_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         lock.try_acquire()

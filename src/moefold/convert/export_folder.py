@@ -106,12 +106,12 @@ class WeightsOrigin:
     """Files and manifest of the weights' original Hugging Face folder."""
 
     sidecar_dir: Path | None
-    """Folder of the sidecar files; None if there are no sidecar files."""
+    """Folder of the sidecar files, or None if there are no sidecar files."""
     manifest: Manifest | None
     """Manifest of the imported folder, if it has the same family."""
 
     def read_config(self) -> dict[str, Any]:
-        """Return the keys of the original config.json; empty if there is none."""
+        """Return the keys of the original config.json, or empty if there is none."""
         if self.sidecar_dir is None or not (self.sidecar_dir / "config.json").is_file():
             return {}
         return read_hf_config(self.sidecar_dir)
@@ -187,7 +187,7 @@ class ExportOptions:
     family: str = "auto"
     """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
-    """Size limit of a file; 0: a single file; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
+    """Size limit of a file. 0: a single file. None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
     """If True, read the result back and compare every byte."""
     leaves_out_mtp: bool = False
@@ -197,9 +197,9 @@ class ExportOptions:
     quantize: QuantizationKind = "none"
     """Quantisation. fp8: matrices in blocks of 128 x 128. mxfp4: the experts of gpt-oss."""
     base: Path | None = None
-    """Base weights for merging the adapters of a checkpoint; None: the folder in its metadata."""
+    """Base weights for merging the adapters of a checkpoint. None: the folder in its metadata."""
     verify: bool = True
-    """If True, compare the checkpoint's files with their hashes first; False: only their sizes."""
+    """If True, compare the checkpoint's files with their hashes first. False: only their sizes."""
 
 
 def export_folder(
@@ -209,7 +209,7 @@ def export_folder(
 
     Args:
         checkpoint: a checkpoint of a run or an import; for a run or a folder of checkpoints, the newest checkpoint.
-        out: the folder; must not exist.
+        out: the folder. It must not exist.
 
     Raises:
         ConfigError: the checkpoint or `out` cannot be used, or no family can express the model. Nothing remains
@@ -293,7 +293,7 @@ class _ExportPlan:
 
 
 def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOptions) -> _ExportPlan:
-    """Choose the family, and plan the tensors and files of an export; refuse a model that no family can express."""
+    """Choose the family, and plan the tensors and files of an export. Refuse a model that no family can express."""
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
@@ -320,7 +320,7 @@ def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOpt
 
 
 def _write_other_files(tmp_dir: Path, plan: _ExportPlan, checkpoint: Path, meta: CheckpointMeta) -> TokenizerChoice:
-    """Write the configuration, the tokenizer and the model card; return the chosen tokenizer with its messages."""
+    """Write the configuration, the tokenizer and the model card, and return the chosen tokenizer with its messages."""
     sidecar_dir = plan.origin.sidecar_dir
     tokenizer = choose_tokenizer(meta, sidecar_dir, find_run_tokenizer(checkpoint))
     if sidecar_dir is not None:
@@ -339,7 +339,7 @@ def _write_other_files(tmp_dir: Path, plan: _ExportPlan, checkpoint: Path, meta:
 
 
 def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
-    """Check the files of a checkpoint; return whether `hash_checked_reads` has to check the hashes of its tensors.
+    """Check the files of a checkpoint, and return whether `hash_checked_reads` has to check the hashes of its tensors.
 
     This is so if only this process reads the files, and they are local and have no moments.
     """
@@ -519,7 +519,7 @@ class _Target:
 def _write_tensors(
     source: CheckpointWeights, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
-    """Write this rank's tensors into the files; return the hashes of all tensors. Collective."""
+    """Write this rank's tensors into the files, and return the hashes of all tensors. Collective."""
     digests: dict[str, Any] = {}
     with FileWriter() as writer, HashingThread() as thread:
         for group in assign_groups(mapping, world):
@@ -537,7 +537,7 @@ def _write_chunks(
     thread: HashingThread,
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
-    """Write the rows of some tensors chunk by chunk; return the SHA-256 of each tensor, computed by a thread."""
+    """Write the rows of some tensors chunk by chunk, and return the SHA-256 of each tensor, computed by a thread."""
     digests: dict[str, Any] = {}
     done_bytes: Counter[str] = Counter()
     for tensors in chunks:

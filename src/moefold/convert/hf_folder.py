@@ -42,10 +42,10 @@ class HfFolder:
 
 
 def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
-    """Read config.json and the headers of all tensor files without values; `ignored_keys` may have any value.
+    """Read config.json and the headers of all tensor files without values. `ignored_keys` may have any value.
 
     Raises:
-        ConfigError: as in `read_model_config`; or there are no safetensors files, or a file is missing, damaged,
+        ConfigError: as in `read_model_config`. Or there are no safetensors files, or a file is missing, damaged,
             outside the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
@@ -76,7 +76,7 @@ def _text_tensors(tensors: dict[str, TensorLocation], multimodal: MultimodalFold
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
-    """Add the tensors of a file that is not in the index; skip indexed files."""
+    """Add the tensors of a file that is not in the index. Skip indexed files."""
     if any(stored.file == file for stored in tensors.values()):
         return
     header = read_header(file)

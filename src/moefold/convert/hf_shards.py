@@ -46,7 +46,7 @@ class ManifestEntry:
     shape: tuple[int, ...]
     sha256: str
     passed_over: str = ""
-    """Reason why the values are not in a checkpoint; empty if they are."""
+    """Reason why the values are not in a checkpoint, or empty if they are."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read the manifest of a folder; None if there is none. Raise ConfigError if it is broken."""
+    """Read the manifest of a folder. Return None if there is none. Raise ConfigError if it is broken."""
     try:
         fields = read_json(path / MANIFEST_FILE, MAX_INDEX_BYTES)
         entries = {name: _parse_entry(entry) for name, entry in fields["tensors"].items()}
@@ -88,7 +88,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def _parse_entry(entry: Mapping[str, Any]) -> ManifestEntry:
-    """Parse one tensor of a manifest; refuse a file outside of the folder, because an export writes there."""
+    """Parse one tensor of a manifest. Refuse a file outside of the folder, because an export writes there."""
     file = entry["file"]
     if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
         raise ValueError(file)
@@ -110,7 +110,7 @@ def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
 
 
 def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] = ()) -> list[str]:
-    """Copy tokenizer, templates and configs except `excluded`; return their names.
+    """Copy tokenizer, templates and configs except `excluded`, and return their names.
 
     Links are followed within the folder, and within a cache of the Hugging Face Hub, whose snapshots consist of links.
 
@@ -150,7 +150,7 @@ def save_sidecar_files(source: Path, run: RunConfig, checkpoint: CheckpointConfi
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest shard, unless a single tensor exceeds it; the limit of transformers."""
+"""Largest shard, unless a single tensor exceeds it. It is the limit of transformers."""
 MODEL_STEM = "model"
 MTP_STEM = "moefold-mtp"
 
@@ -170,9 +170,9 @@ def assign_shards(
 
     Args:
         model: the model, for recognising MTP tensors.
-        imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
-            shards in the order of the model.
-        shard_bytes: size limit of a new file; 0: a single file.
+        imported: manifest of an imported folder whose files are restored. With None, or a manifest of other tensors,
+            there are new shards in the order of the model.
+        shard_bytes: size limit of a new file. 0: a single file.
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
@@ -200,7 +200,7 @@ def is_mtp_file(file: str) -> bool:
 
 
 def write_index(tmp_dir: Path, layouts: Mapping[str, FileLayout], sidecar_dir: Path | None) -> None:
-    """Write the index of several files; copy the original index if it matches."""
+    """Write the index of several files. Copy the original index if it matches."""
     indexed = {name: layout for name, layout in layouts.items() if not is_mtp_file(name)}
     if list(indexed) == [SINGLE_FILE]:
         return

@@ -1,4 +1,4 @@
-"""Files next to the weights of a Hugging Face folder: tokenizer and recipe; duplicate tensors."""
+"""Files next to the weights of a Hugging Face folder: tokenizer, recipe, duplicate tensors."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def find_sidecar_dir(checkpoint: Path) -> Path | None:
 
 
 def recipe_tokenizer(path: Path) -> str:
-    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none."""
+    """Return the tokenizer of the recipe next to imported or upcycled weights, or "" if there is none."""
     try:
         recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def recipe_tokenizer(path: Path) -> str:
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
-    """Return the reason why a run cannot use a folder's tokenizer, with the way out `alternative`; empty if it can."""
+    """Return the reason why a run cannot use a folder's tokenizer, with the way out `alternative`. Empty: it can."""
     if (file := tokenizer_file(folder)).is_file():
         if file.name == TOKENIZER_FILE:
             return ""
@@ -65,7 +65,7 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head again"}
-"""Reason to ignore a duplicate tensor, by its original; recorded in manifests."""
+"""Reason to ignore a duplicate tensor, by its original. Manifests record it."""
 
 
 def find_duplicate_tensors(model: ModelConfig, family: Family) -> dict[str, str]:

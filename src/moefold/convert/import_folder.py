@@ -91,7 +91,7 @@ def import_folder(
     and, in `hf`, the sidecar files and the manifest.
 
     Args:
-        out: the checkpoint; must not exist.
+        out: the checkpoint. It must not exist.
 
     Raises:
         ConfigError: the folder or `out` cannot be used. Nothing remains written.
@@ -138,7 +138,7 @@ def _messages(source: HfSource) -> tuple[str, ...]:
 
 
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
-    """Write all tensors of a source as a checkpoint, one chunk at a time; return the digests of this process's files.
+    """Write all tensors of a source as a checkpoint, one chunk at a time. Return the digests of this process's files.
 
     Collective.
     """
@@ -178,7 +178,7 @@ def write_checkpoint(
     """Write the weights of a source as a checkpoint, and copy sidecar files, listed on rank 0. Collective.
 
     Args:
-        out: the checkpoint; must not exist.
+        out: the checkpoint. It must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
         excluded: sidecar files that are not copied.
     """
@@ -207,12 +207,12 @@ def finish_checkpoint(
     """Add checkpoint metadata and a recipe to a folder of weights.
 
     Args:
-        tmp_dir: the folder that holds the weights; `out` is its final path.
+        tmp_dir: the folder that holds the weights. `out` is its final path.
         origin: description of the source of the weights.
-        tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
-        dtype: run.dtype of the runs that trained the weights; empty if no run did.
-        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None if it has all weights.
-        aux_loss: moe.aux_loss of the recipe; None: the default.
+        tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer, or empty if unknown.
+        dtype: run.dtype of the runs that trained the weights, or empty if no run did.
+        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters, or None for all weights.
+        aux_loss: moe.aux_loss of the recipe. None: the default.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -284,7 +284,7 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
 
 
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
-    """Hash the tensors without a digest, each in one process; refuse those that differ from the folder's manifest."""
+    """Hash the tensors without a digest, each in one process. Refuse those that differ from the folder's manifest."""
     folder: HfFolder = source.folder
     hashes = world.merge(digests)
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)

@@ -58,14 +58,14 @@ def load_initial_weights(
     meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
-        folder: the weights, if they were found already; None: the weights that the recipe names.
+        folder: the weights, if they were found already. None: the weights that the recipe names.
 
     Returns:
         A description of the loaded weights, on the first rank with a note if the run does not read text with the
-        tokenizer of the weights; "" if the initial weights stay random.
+        tokenizer of the weights, or "" if the initial weights stay random.
 
     Raises:
-        ConfigError: the weights cannot be read, or belong to another model; raised on every rank.
+        ConfigError: the weights cannot be read, or belong to another model. Raised on every rank.
     """
     start = checkpoint.start
     upcycle = checkpoint.upcycle
@@ -148,8 +148,8 @@ class UpcycledSource:
     """Initial weights of a model with experts, computed from the weights of a dense model.
 
     Args:
-        model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
-        seed: seed of the router, the noise and the shared expert; each tensor has its own generator.
+        model: the model with experts. `upcycle_unsupported_reason` must accept the pair.
+        seed: seed of the router, the noise and the shared expert. Each tensor has its own generator.
     """
 
     def __init__(self, dense: WeightSource, model: ModelConfig, upcycle: UpcycleConfig, seed: int) -> None:
@@ -172,7 +172,7 @@ class UpcycledSource:
         return self._dense.dtype(name if name in self._dense.shapes else "embedding.weight")
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return the values of a region; reads whole experts of the dense model."""
+        """Return the values of a region. It reads whole experts of the dense model."""
         if EXPERTS in name:
             experts = [self._expert(name, e)[region[1:]] for e in range(region[0].start, region[0].stop)]
             return torch.stack(experts).to(self.dtype(name))
@@ -220,7 +220,7 @@ def upcycle_folder(
 
     Args:
         dense: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
-        out: the checkpoint; must not exist.
+        out: the checkpoint. It must not exist.
         seed: seed of the router, the noise and the shared expert.
 
     Raises:

@@ -87,7 +87,7 @@ def merge_checkpoints(
 
     Args:
         checkpoints: checkpoint folders, as returned by `locate_checkpoint`. Any mapping may have written each.
-        out: the checkpoint; must not exist.
+        out: the checkpoint. It must not exist.
 
     Raises:
         ConfigError: a checkpoint or `out` cannot be used, the checkpoints have different tokenizers, or they were not

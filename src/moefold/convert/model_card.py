@@ -62,19 +62,19 @@ class TrainingRun:
 
     meta: CheckpointMeta
     settings: Mapping[str, Mapping[str, Any]]
-    """Keys of the run's recipe by section; empty if config.json is not next to the checkpoint."""
+    """Keys of the run's recipe by section, or empty if config.json is not next to the checkpoint."""
     temperature: float | None
-    """Temperature of the run's rollouts; None without reinforcement learning."""
+    """Temperature of the run's rollouts, or None without reinforcement learning."""
     loss: float | None
-    """Training loss of the checkpoint's step; None if it is unknown."""
+    """Training loss of the checkpoint's step, or None if it is unknown."""
     eval_loss: tuple[int, float] | None
     """Step and value of the last evaluation before or at the checkpoint."""
     base_model: str
-    """ORG/NAME on the hub of the first run's initial weights; empty if unknown, or if there were none."""
+    """ORG/NAME on the hub of the first run's initial weights, or empty if unknown, or if there were none."""
 
 
 def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta) -> TrainingRun:
-    """Collect the known facts of the run that wrote a checkpoint; raise ConfigError if a file of the run is damaged."""
+    """Collect the known facts of the run that wrote a checkpoint. Raise ConfigError if a file of the run is damaged."""
     cfg = find_run_config(checkpoint, model)
     loss, eval_loss = None, None
     run_dir = checkpoint.parent.parent
@@ -94,7 +94,7 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
 
 
 def _base_model(start: str) -> str:
-    """Return the hub name of a run's initial weights, following earlier runs; empty if unknown."""
+    """Return the hub name of a run's initial weights, following earlier runs, or empty if unknown."""
     for _ in range(MAX_ANCESTORS):
         if is_hub_url(start):
             return parse_hub_url(start, "model").repo
@@ -178,7 +178,7 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shortest(name: str, value: Any) -> Any:
-    """Return the value of a key; a part without its defaults and its file."""
+    """Return the value of a key, a part without its defaults and its file."""
     if not isinstance(value, dict):
         return value
     is_ours = value.get("kind") in built_in_kinds(part_keys()[name])

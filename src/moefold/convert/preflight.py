@@ -60,7 +60,7 @@ def new_folder_unsupported_reason(final: Path) -> str:
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
     """Return the factor that makes the weights of a slice's chosen copies sum to 1, for equal logits of all experts.
 
-    If routing weights sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal logits.
+    If routing weights sum to 1, each slice gets 1/slices for any logits. Otherwise the factor assumes equal logits.
     """
     router = model.ffn.moe.router
     if router.weights_sum_to_one:
@@ -78,12 +78,12 @@ def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
 
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
-    """Return the reason why a model cannot be upcycled; empty if it can."""
+    """Return the reason why a model cannot be upcycled, or empty if it can."""
     return "it has experts already; name a dense model, or set checkpoint.init_from" if dense.has_moe_layers else ""
 
 
 def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
-    """Return the reason why a dense model cannot become a model with experts; empty if it can."""
+    """Return the reason why a dense model cannot become a model with experts, or empty if it can."""
     if reason := dense_unsupported_reason(dense):
         return reason
     width = dense.ffn.dense.intermediate_size
@@ -121,7 +121,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
 
 
 def export_message(model: ModelConfig) -> str:
-    """Return a note if no Hugging Face family can express the model, with the settings that would help; else "".
+    """Return a note if no Hugging Face family can express the model, with the settings that would help, else "".
 
     MTP layers do not count, because an export can leave them out.
     """
@@ -143,7 +143,7 @@ def export_message(model: ModelConfig) -> str:
 
 
 def weights_path(name: str) -> Path:
-    """Return the path of weights that a user named; raise ConfigError if they cannot be reached.
+    """Return the path of weights that a user named. Raise ConfigError if they cannot be reached.
 
     For `hf://ORG/NAME` it is a snapshot on this machine, for a remote Hugging Face folder a copy. Checkpoints are not
     copied.
@@ -166,7 +166,7 @@ def resolve_weights_folder(path: Path) -> Path:
 
 
 def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Return the section [model] of the weights at a user's path; raise ConfigError if moefold knows none there."""
+    """Return the section [model] of the weights at a user's path. Raise ConfigError if moefold knows none there."""
     path = resolve_weights_folder(path)
     if is_hf_folder(path):
         return read_model_config(path, ignored_keys)
@@ -184,7 +184,7 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
 def init_from_unsupported_reason(
     model: ModelConfig, path: Path, ignored_keys: Collection[str] = (), *, is_dense: bool = False
 ) -> str:
-    """Return the reason why a recipe cannot start with the weights of a folder; empty if it can.
+    """Return the reason why a recipe cannot start with the weights of a folder, or empty if it can.
 
     Args:
         is_dense: whether the folder's weights are upcycled to the recipe's model.
@@ -248,7 +248,7 @@ def check_import(
     needs_tokenizer: bool,
     ignored_keys: Collection[str] = (),
 ) -> tuple[KeyReport, ...]:
-    """Check config and tokenizer of a Hugging Face folder, and the output path; return the kinds of its keys."""
+    """Check config and tokenizer of a Hugging Face folder, and the output path. Return the kinds of its keys."""
     _, reports = inspect_folder(folder, ignored_keys)
     if needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(reason)
@@ -267,7 +267,7 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
 def check_merge(
     checkpoints: Sequence[Path], weights: Sequence[float], out: Path, rank_env: RankEnv | None
 ) -> list[float]:
-    """Check the checkpoints of a merge, their weights (empty: equal) and the output path; return the weight of each."""
+    """Check the checkpoints of a merge, their weights (empty: equal) and the output path. Return each weight."""
     shares = list(weights) or [1.0] * len(checkpoints)
     if len(shares) != len(checkpoints):
         raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")

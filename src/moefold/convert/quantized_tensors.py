@@ -31,7 +31,7 @@ MXFP4_SCALES = "_scales"
 MXFP4_GROUP = 32
 """Values that share a scale (OCP Microscaling Formats 1.0 sec. 5.2)."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the 8 codes; bit 3 is the sign."""
+"""Magnitudes of the 8 codes. Bit 3 is the sign."""
 E8M0_BIAS = 127
 DEQUANTIZED_DTYPE = "BF16"
 _ROWS_BYTES = 1 << 24
@@ -41,7 +41,7 @@ _ROWS_BYTES = 1 << 24
 def dequantize_tensors(
     tensors: Mapping[str, TensorLocation], quantization: Mapping[str, Any], folder: Path
 ) -> dict[str, TensorLocation]:
-    """Replace the parts of each quantised weight by one bfloat16 tensor; refuse missing or unfit parts."""
+    """Replace the parts of each quantised weight by one bfloat16 tensor. Refuse missing or unfit parts."""
     is_fp8 = quantization["quant_method"] == "fp8"
     pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
     undescribed = [
@@ -149,7 +149,7 @@ class BlockFp8Tensor(DequantizedTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor(DequantizedTensor):
-    """Experts in e2m1, [E, out, in/32, 16] with two values per byte, low bits first; read as [E, in, out]."""
+    """Experts in e2m1, [E, out, in/32, 16] with two values per byte, low bits first. They are read as [E, in, out]."""
 
     def has_matching_parts(self) -> bool:
         """Return whether there is a scale for each group of 32 values."""
@@ -226,7 +226,7 @@ class Quantization:
             yield range(start, min(shape[0], start + step))
 
     def quantize(self, name: str, values: Tensor) -> dict[str, Tensor]:
-        """Quantise some rows of a tensor, float32; return the rows of each tensor that is written for it."""
+        """Quantise some rows of a tensor, float32, and return the rows of each tensor that is written for it."""
         if self.kind == "fp8":
             codes, scales = quantize_fp8(values)
             return {name: codes, f"{name}{FP8_SCALES}": scales}

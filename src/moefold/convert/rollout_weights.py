@@ -77,7 +77,7 @@ class RolloutWeightWriter:
         raise_on_all_ranks(self._world, reason)
 
     def _write_tensor(self, writer: FileWriter, name: str) -> str:
-        """Write a tensor; return the reason if rank 0 cannot write it, else empty. Collective, even after a failure."""
+        """Write a tensor. Return the reason if rank 0 cannot write it, else empty. Collective, even after a failure."""
         dtype = DTYPES[self._dtypes[name]]
         offset = 0
         reason = ""
@@ -107,7 +107,7 @@ class RolloutWeightWriter:
 
 
 def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
-    """Return the tensors of a folder with the model of `source`; refuse other models, quantised weights and float16."""
+    """Return the tensors of a folder with the model of `source`. Refuse other models, quantised weights and float16."""
     opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:
         raise ConfigError(Problem("rollout.folder", str(folder), "is quantised", "name one in bfloat16 or float32"))

@@ -19,7 +19,7 @@ from moefold.validate.config import check_model
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file; {} if the file does not exist. Raise ConfigError for other content."""
+    """Read an object from a JSON file. Return {} if the file does not exist. Raise ConfigError for other content."""
     try:
         return read_json_object(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def missing_parts(path: Path, error: MissingPartError) -> str:
 
 
 def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
-    """Parse the settings of a run from a file; raise ConfigError if they are not settings of this version."""
+    """Parse the settings of a run from a file. Raise ConfigError if they are not settings of this version."""
     try:
         cfg = config_from_dict(upgraded(tree)[0])
         check_model(cfg.model)

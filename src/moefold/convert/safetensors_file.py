@@ -158,7 +158,7 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def _parse_sizes(numbers: Any) -> tuple[int, ...]:
-    """Parse a list of non-negative integers; raise ValueError for anything else."""
+    """Parse a list of non-negative integers. Raise ValueError for anything else."""
     if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(numbers)
     return tuple(numbers)

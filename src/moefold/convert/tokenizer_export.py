@@ -70,7 +70,7 @@ class TokenizerChoice:
     excluded: tuple[str, ...] = ()
     """Imported files that belong to another tokenizer."""
     token_ids: Mapping[str, int | None] = field(default_factory=dict)
-    """Keys of config.json that follow from the choice; empty if the imported ids stay."""
+    """Keys of config.json that follow from the choice, or empty if the imported ids stay."""
     messages: tuple[str, ...] = ()
 
 
@@ -81,7 +81,7 @@ def choose_tokenizer(
 
     Args:
         sidecar_dir: sidecar files of the weights that the run started from.
-        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`); None: the file that the recipe named.
+        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`). None: the file that the recipe named.
     """
     name = tokenizer_name(meta.order)
     imported = tokenizer_files(sidecar_dir)
@@ -166,7 +166,7 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty."""
+    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights, else empty."""
     run_tokenizer = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     trained = _trained_tokenizer(weights_folder)
     if not run_tokenizer or not trained or run_tokenizer == trained:
@@ -189,7 +189,7 @@ def tokenizer_files(folder: Path | None) -> tuple[str, ...]:
 
 
 def _trained_tokenizer(weights_folder: Path) -> str:
-    """Return the tokenizer that weights were trained with: "bytes" or a path; empty if unknown."""
+    """Return the tokenizer that weights were trained with: "bytes" or a path, or empty if unknown."""
     if is_hf_folder(weights_folder):
         folder: Path | None = weights_folder
     else:
@@ -211,7 +211,7 @@ def _tokenizer_path(name: str) -> Path:
 
 
 def _expand_user(name: str) -> Path:
-    """Expand `~` in a path, if the home folder is known; return the local copy of a remote file."""
+    """Expand `~` in a path, if the home folder is known, and return the local copy of a remote file."""
     if is_remote(name):
         return existing_path("data.chat_template", name)
     return Path(os.path.expanduser(name))

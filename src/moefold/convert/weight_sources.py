@@ -1,4 +1,4 @@
-"""Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
+"""Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder, and their comparison."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -74,7 +74,7 @@ class HfSource:
         memory: memory for the tensors that `read` returns, if set: each is valid until the next read.
 
     Raises:
-        ConfigError: a tensor has no counterpart, or one with another shape; the message names it.
+        ConfigError: a tensor has no counterpart, or one with another shape. The message names it.
     """
 
     def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
@@ -145,7 +145,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name: str) -> None:
-    """Copy the weights of a source into this rank's shards; refuse a source of another model. No communication."""
+    """Copy the weights of a source into this rank's shards. Refuse a source of another model. No communication."""
     reasons = [
         f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
         for name, tensor in tensors.items()
@@ -169,7 +169,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> StateDictMapping:
-    """Return the mapping between a model's parameters and the tensors of a family's folder; refuse other parameters."""
+    """Return the mapping between a model's parameters and the tensors of a family's folder. Refuse other parameters."""
     shapes = parameter_shapes(model)
     pieces: list[SliceMapping] = []
     unmapped = []
@@ -207,7 +207,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
 
 
 def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
-    """Return the mapping of the folder's layout and its index; refuse a folder that matches no layout."""
+    """Return the mapping of the folder's layout and its index. Refuse a folder that matches no layout."""
     tensors = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
     _check_counts(folder, model)
     try:
@@ -331,7 +331,7 @@ def share_of_rank(items: Sequence[Item], sizes: Sequence[int], world: World) -> 
 
 
 def verify_against_folder(source: WeightSource, folder: HfSource, world: World) -> None:
-    """Compare a checkpoint with a folder, some rows at a time; refuse differences. Collective over `world`."""
+    """Compare a checkpoint with a folder, some rows at a time. Refuse differences. Collective over `world`."""
     wrong = []
     for group in assign_groups(folder.mapping, world):
         for hf_name in group:
@@ -351,7 +351,7 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
 
     Args:
         target: tensor with any strides.
-        source: tensor of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
+        source: tensor of the same shape up to dims of size 1, contiguous or a permutation of a contiguous tensor.
     """
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
@@ -372,7 +372,7 @@ class TensorHashes(OrderedHashes):
     """
 
     def add_rows(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
-        """Add rows of a tensor, which must not change later, at a byte offset; `location` is of the whole tensor."""
+        """Add rows of a tensor, which must not change later, at a byte offset. `location` is of the whole tensor."""
         self.add(name, location.num_bytes, offset, bytes_of(values))
 
 
@@ -382,7 +382,7 @@ def open_weights(path: Path) -> WeightSource:
 
 
 def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights":
-    """Open the weights of a checkpoint; its adapters are merged into `base`, or the weights that its metadata names."""
+    """Open the weights of a checkpoint. Its adapters are merged into `base`, or the weights that its metadata names."""
     source = CheckpointSource(path)
     if not source.meta.lora:
         return source

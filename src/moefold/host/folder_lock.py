@@ -21,7 +21,7 @@ from moefold.host.processes import GONE, ProcessId
 
 LOCK_FILE = ".lock"
 MAX_LOCK_WAIT_S = 100.0
-"""A cancelled job may take this long to end; NFS keeps the locks of a lost host for 90 s (its lease)."""
+"""A cancelled job may take this long to end. NFS keeps the locks of a lost host for 90 s (its lease)."""
 _POLL_INTERVAL_S = 0.2
 _GLANCES = 3
 """Tries before a lock counts as held: `is_locked` of another process holds it for an instant."""
@@ -38,7 +38,7 @@ class Owner:
     process: int
     since: str
     machine: str = ""
-    """See `ProcessId.machine`; "" in files of earlier versions."""
+    """See `ProcessId.machine`, or "" in files of earlier versions."""
     started: str = ""
     """See `ProcessId.started`."""
 
@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Owner | None":
-        """Parse the text of a lock file; None if it names no process."""
+        """Parse the text of a lock file. Return None if it names no process."""
         try:
             fields = json.loads(text)
             owner = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
@@ -64,7 +64,7 @@ class Owner:
         return json.dumps(asdict(self)) + "\n"
 
     def is_running_here(self) -> bool:
-        """Return whether the id is of another process of this machine that has not ended; False if that is unknown."""
+        """Return whether the id is of another process of this machine that has not ended. False if that is unknown."""
         this = ProcessId.current()
         if not self.machine or self.machine != this.machine or self.process == this.number:
             return False
@@ -80,14 +80,14 @@ def is_in_use(folder: Path) -> bool:
 
 
 class FolderLock:
-    """Context manager that locks `folder` for this process; waits up to `wait_s` for another job to end.
+    """Context manager that locks `folder` for this process. It waits up to `wait_s` for another job to end.
 
     No child process keeps the lock, so it ends with this process. On a file system without locks, the folder is refused
     if the process that its lock file names still runs on this machine. Otherwise it is used unlocked, with a warning. A
     job that is refused before it writes anything removes the folders that it created.
 
     Args:
-        folder: folder that only one job at a time may write to; created if needed.
+        folder: folder that only one job at a time may write to. It is created if needed.
     """
 
     def __init__(self, folder: Path, key: str, wait_s: float) -> None:

@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
-"""Host headers for `LOOPBACK_NAMES`; starlette before 1.0 cuts an IPv6 address at its first colon."""
+"""Host headers for `LOOPBACK_NAMES`. starlette before 1.0 cuts an IPv6 address at its first colon."""
 BACKLOG = 128
 MAX_PORT = 2**16 - 1
 
@@ -29,13 +29,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(port: int) -> None:
-    """Check the number of a port; raise ConfigError if it is not in [0, 65535]."""
+    """Check the number of a port. Raise ConfigError if it is not in [0, 65535]."""
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port} must lie in [0, {MAX_PORT}] (0: any that is free)")
 
 
 def free_port(host: str = "") -> int:
-    """Return a port that is free on an interface; "": on all interfaces."""
+    """Return a port that is free on an interface. "": on all interfaces."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -45,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     Args:
-        host: name or address of this machine; `::` stands for all addresses, IPv4 and IPv6.
+        host: name or address of this machine. `::` stands for all addresses, IPv4 and IPv6.
         port: 0 for any free port.
 
     Raises:
@@ -102,7 +102,7 @@ class ConnectionGuard:
         self._silent: dict[object, Callable[[], None]] = {}
 
     def add_silent(self, connection: object, close: Callable[[], None]) -> None:
-        """Add a connection that has sent no request, or none after its last answer; `close` ends it."""
+        """Add a connection that has sent no request, or none after its last answer. `close` ends it."""
         self._silent.pop(connection, None)
         self._silent[connection] = close
 
@@ -116,7 +116,7 @@ class ConnectionGuard:
         self._num_sockets += 1
 
     def make_room(self) -> bool:
-        """Return whether one more connection is allowed; if not, close the oldest silent connection."""
+        """Return whether one more connection is allowed. If not, close the oldest silent connection."""
         if self._num_sockets >= self.max_connections:
             self._num_sockets = sum(sock.fileno() >= 0 for sock in self._sockets)
         if self._num_sockets < self.max_connections:
@@ -125,7 +125,7 @@ class ConnectionGuard:
         return False
 
     def close_oldest(self) -> bool:
-        """Close the oldest silent connection; return whether there was such a connection."""
+        """Close the oldest silent connection, and return whether there was such a connection."""
         if not self._silent:
             return False
         self._silent.pop(next(iter(self._silent)))()
@@ -146,10 +146,10 @@ class ConnectionGuard:
 
 
 class GuardedListener(socket.socket):
-    """Listening socket whose `accept` applies the limits of a guard; asyncio calls it."""
+    """Listening socket whose `accept` applies the limits of a guard. asyncio calls it."""
 
     def __init__(self, listener: socket.socket, guard: ConnectionGuard) -> None:
-        """Take over a listening socket; this object closes it."""
+        """Take over a listening socket. This object closes it."""
         super().__init__(fileno=listener.detach())
         self._guard = guard
         self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -195,7 +195,7 @@ class GuardedListener(socket.socket):
 
 
 def most_connections() -> int:
-    """Raise the limit of open files as far as this process may; return the number of connections that it allows."""
+    """Raise the limit of open files as far as this process may, and return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < descriptors:

@@ -9,7 +9,7 @@ from moefold.message_text import Setting
 
 
 def refuse_existing(option: str, path: Path, *, force: bool) -> None:
-    """Refuse a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
+    """Refuse a file that exists, unless it may be replaced. Raise ConfigError if it exists, and `force` is False."""
     if path.is_file() and not force:
         raise ConfigError(
             f"{Setting(option)} {path} exists already; add {Setting('--force')} to replace it, or name another file"
@@ -17,7 +17,7 @@ def refuse_existing(option: str, path: Path, *, force: bool) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that a file can be written; raise ConfigError if the folder does not exist or is not writable."""
+    """Check that a file can be written. Raise ConfigError if the folder does not exist or is not writable."""
     fault = _write_errno(path)
     if fault:
         raise ConfigError(f"{Setting(option)} {path} cannot be written: {os.strerror(fault)}")

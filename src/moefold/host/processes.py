@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -> Iterator[None]:
-    """Block signals of this thread inside the context; child processes inherit the mask until they unblock them.
+    """Block signals of this thread inside the context. Child processes inherit the mask until they unblock them.
 
     Without it, Ctrl-C during a child's imports prints a traceback.
 
@@ -49,7 +49,7 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a job in an orderly way; a terminal that closes sends SIGHUP."""
+"""Signals that end a job in an orderly way. A terminal that closes sends SIGHUP."""
 
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
@@ -95,7 +95,7 @@ class ProcessId:
     host: str
     number: int
     started: str
-    """Start time in the kernel's unit; "" if the kernel does not report it."""
+    """Start time in the kernel's unit. Return "" if the kernel does not report it."""
 
     @classmethod
     def current(cls) -> "ProcessId":
@@ -111,7 +111,7 @@ class ProcessId:
         )
 
     def state(self) -> str:
-        """Return GONE, STOPPED, BLOCKED or ALIVE; for a process of this machine."""
+        """Return GONE, STOPPED, BLOCKED or ALIVE for a process of this machine."""
         try:
             os.kill(self.number, 0)
         except ProcessLookupError:
@@ -125,7 +125,7 @@ class ProcessId:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return state letter and start time of a process; both "" without /proc or such a process."""
+    """Return state letter and start time of a process, both "" without /proc or such a process."""
     try:
         # The command name in brackets may contain anything; parse the fields after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -24,7 +24,7 @@ class _ProcessManager:
 
     rank: str
     local_rank: tuple[str, ...]
-    """Names used by several implementations; the first that is set counts."""
+    """Names used by several implementations. The first that is set counts."""
     world_size: str
     local_world_size: tuple[str, ...]
     job: tuple[str, ...]
@@ -59,15 +59,15 @@ class RankEnv:
     master_address: str
     master_port: int
     record_paths: tuple[str, ...] = ()
-    """Files of moefold's own launcher: each rank records its progress in one, and the last is for the job's final
-    message; empty under other launchers."""
+    """Files of moefold's own launcher. Each rank records its progress in one, and the last is for the job's final
+    message. Empty under other launchers."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
     is_embedded: bool = False
     """True if the rank is part of a program that continues after the run: errors are raised, and rank 0 hosts the store
     even if the launcher has a store."""
     cuda_index: int | None = None
-    """CUDA device of the rank; None: the device with the number of the local rank."""
+    """CUDA device of the rank. None: the device with the number of the local rank."""
 
     @property
     def cuda_device_index(self) -> int:
@@ -112,7 +112,7 @@ def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def master_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of rank 0 as its launcher set it; "" if it set none."""
+    """Return the address of rank 0 as its launcher set it, or "" if it set none."""
     return environment.get("MASTER_ADDR", "")
 
 
@@ -174,7 +174,7 @@ def _parse_env(environment: Mapping[str, str], rank_key: str, local_rank_key: st
 def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
     """Return the number of ranks on this machine: all, if the launcher does not set it.
 
-    SLURM writes "8(x2),4" for two nodes of eight and one of four; moefold has the same number on every node.
+    SLURM writes "8(x2),4" for two nodes of eight and one of four. moefold has the same number on every node.
     """
     text = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     count = re.match(r"\d+", text)
@@ -191,7 +191,7 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
 
 
 def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager) -> RankEnv:
-    """Parse the environment of a launcher that sets ranks; add a port, and on one machine an address."""
+    """Parse the environment of a launcher that sets ranks. Add a port, and on one machine an address."""
     local_rank = _first_set(environment, manager.local_rank) or manager.local_rank[0]
     world_size = environment[manager.world_size]
     filled = dict(environment)
@@ -219,7 +219,7 @@ def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager)
 
 
 def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the first name that is set; "" if no name is set."""
+    """Return the first name that is set, or "" if no name is set."""
     return next((name for name in names if environment.get(name)), "")
 
 
@@ -252,7 +252,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
 
 
 def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot."""
+    """Return the rank of a SkyPilot node with one GPU or none. None: a cluster of one node, or no SkyPilot."""
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
     gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")

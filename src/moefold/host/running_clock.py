@@ -46,7 +46,7 @@ class RunningClock:
         threading.Thread(target=self._run, name="running clock", daemon=True).start()
 
     def end(self) -> None:
-        """End the thread; from now on all time counts."""
+        """End the thread. From now on all time counts."""
         self._ended.set()
         with self._lock:
             self._beat_s = None
@@ -85,7 +85,7 @@ class RunningClock:
 
 
 def _busy_s(thread: int) -> float:
-    """Return the time that a thread ran or waited for a core; 0 if the kernel does not report it."""
+    """Return the time that a thread ran or waited for a core, or 0 if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9

@@ -63,7 +63,7 @@ class EvalOptions(ModelOptions):
     """Settings of an evaluation, except the model and its data."""
 
     seq_len: int | None = None
-    """Tokens of a sequence; None: train.seq_len of the run, or the model's context length up to 2048."""
+    """Tokens of a sequence. None: train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
     """If True, evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
@@ -77,13 +77,13 @@ class GenerateOptions(SamplingOptions):
     """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """True if prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
+    """True if prompts are messages for the chat template, as `chat_template`, `want` and `system` require."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
     """If True, continue after an end-of-text token."""
     cache_gib: float = 0.0
-    """GiB of the KV cache of a rank; 0: enough for all prompts, up to 64 on a data-parallel rank."""
+    """GiB of the KV cache of a rank. 0: enough for all prompts, up to 64 on a data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class GenerationRequest:
 
     model: str
     read_prompts: Callable[[], tuple[str, ...]]
-    """Returns the prompts; called after the checks of the mapping and the tokenizer."""
+    """Returns the prompts. It is called after the checks of the mapping and the tokenizer."""
     max_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
     overrides: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class GenerateJob:
     device_type: str
     """"cpu" or "cuda"."""
     tokenizer: str
-    """"bytes" or a path; "": the source's tokenizer."""
+    """"bytes" or a path. "": the source's tokenizer."""
     prompts: tuple[str, ...]
     requests: tuple[Request, ...]
     """A request for each prompt."""
@@ -290,7 +290,7 @@ def choose_inference_device(
 
     Args:
         extra_bytes: returns the bytes of a rank in addition to its weights, by their name in the message, on a type of
-            device; may raise.
+            device. It may raise.
         suggestion: the way out if the memory is too small.
 
     Raises:

@@ -31,7 +31,7 @@ ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 class MoefoldLM(TemplateLM):
     """lm-eval model of a checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks. The
+    Alone, it loads the model in this process. `moefold lm-eval` passes a model that is sharded over ranks. The
     arguments are the fields of `LmSettings`.
     """
 
@@ -61,7 +61,7 @@ class MoefoldLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token id that ends a text; raises ConfigError if the tokenizer has no such token."""
+        """Token id that ends a text. It raises ConfigError if the tokenizer has no such token."""
         separator = self._text_tokenizer.separator_id
         if separator is not None:
             return separator
@@ -84,7 +84,7 @@ class MoefoldLM(TemplateLM):
         return f"{self._text_tokenizer.identity} bos={self._settings.add_bos_token}{template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template, which the results record; "" if it is not applied."""
+        """Return the source of the chat template, which the results record, or "" if it is not applied."""
         if isinstance(chat_template, str):
             raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; set it to True")
         return self._load_template().source if chat_template else ""
@@ -105,7 +105,7 @@ class MoefoldLM(TemplateLM):
 
         Args:
             string: the text. If it begins with the text of `prefix_token_id`, no tokens are added.
-            add_special_tokens: whether to add them; None if the argument add_bos_token decides.
+            add_special_tokens: whether to add them, or None if the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer
         bos_id = tokenizer.bos_id
@@ -217,7 +217,7 @@ class _GenerationArguments(NamedTuple):
 
 
 def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
-    """Parse a task's generation arguments; refuse unknown arguments."""
+    """Parse a task's generation arguments. Refuse unknown arguments."""
     items = dict(arguments)
     until = items.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -242,7 +242,7 @@ def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: i
 
 
 def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, device_type: str) -> int:
-    """Join the process group; run lm-eval on rank 0 and serve the model on the other ranks. Return the exit status.
+    """Join the process group. Run lm-eval on rank 0 and serve the model on the other ranks. Return the exit status.
 
     The model is loaded when lm-eval requests it, so that lm-eval reports wrong options before weights are read.
     """

@@ -37,19 +37,19 @@ class LmSettings:
     ep: int = 1
     etp: int = 1
     world_size: int = 0
-    """Number of ranks; 0: as required by the other degrees."""
+    """Number of ranks. 0: as required by the other degrees."""
     dtype: str = "auto"
     device: str = "auto"
     batch_size: int = 8
     max_length: int = 0
-    """Maximum sequence length in tokens; 0: the model's context length."""
+    """Maximum sequence length in tokens. 0: the model's context length."""
     max_gen_toks: int = 256
     """Default limit of new tokens for tasks without a limit."""
     tokenizer: str = ""
     chat_template: str = ""
-    """Template file for --apply_chat_template; "": the model's template."""
+    """Template file for --apply_chat_template. "": the model's template."""
     add_bos_token: str = ""
-    """true or false: whether a start token is added to texts; "": the tokens that the tokenizer declares."""
+    """true or false: whether a start token is added to texts. "": the tokens that the tokenizer declares."""
     ignore_key: str = ""
     """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
     part: str = ""
@@ -59,7 +59,7 @@ class LmSettings:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
-        """Parse the arguments that lm-eval passes to a model; None values are ignored."""
+        """Parse the arguments that lm-eval passes to a model. None values are ignored."""
         types = {field.name: field.type for field in fields(cls)}
         values = {key: value for key, value in arguments.items() if value is not None}
         if "max_batch_size" in values or str(values.get("batch_size", "")).startswith("auto"):
@@ -131,7 +131,7 @@ def model_arguments(argv: Sequence[str]) -> dict[str, str]:
 
 
 def applies_chat_template(argv: Sequence[str]) -> bool:
-    """Return whether an lm-eval command line has --apply_chat_template; raise ConfigError if it names a template."""
+    """Return whether an lm-eval command line has --apply_chat_template. Raise ConfigError if it names a template."""
     if values := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
             f"--apply_chat_template {values[0]} names one of several templates, but a model has only one here; leave "

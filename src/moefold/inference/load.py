@@ -38,7 +38,7 @@ class LoadedModel:
 
 @contextmanager
 def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[torch.device]:
-    """Join the ranks of a command and yield this rank's device; report errors, with a hint if memory ran out."""
+    """Join the ranks of a command and yield this rank's device. Report errors, with a hint if memory ran out."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
@@ -64,8 +64,8 @@ def load_model(
         tokenizer: result of `open_tokenizer`, if text is read or written.
 
     Raises:
-        ConfigError: the weights are corrupt or incomplete; raised on every rank.
-        RunError: ranks that read each other's experts share no memory; raised on every rank.
+        ConfigError: the weights are corrupt or incomplete. Raised on every rank.
+        RunError: ranks that read each other's experts share no memory. Raised on every rank.
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
     with spelled_as(OPTION_NAMES):

@@ -52,17 +52,17 @@ class RolloutRequest(SamplingOptions):
     model: str
     out: Path
     prompts: Sequence[str] = ()
-    """Files of prompts; empty: a task."""
+    """Files of prompts. Empty: a task."""
     task: Literal["", "sort", "add", "countdown"] = ""
     task_size: int = 4
     count: int = 0
-    """Number of prompts; 0: all prompts of the files, or 256 problems."""
+    """Number of prompts. 0: all prompts of the files, or 256 problems."""
     held_out: bool = False
     """If True, use problems that no training uses."""
     reward: Sequence[str] = ()
-    """Names of reward functions; empty for a task: its verifier."""
+    """Names of reward functions, or empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
-    """Weight of each function; empty: 1."""
+    """Weight of each function. Empty: 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
@@ -139,7 +139,7 @@ def prepare_rollouts(
 def open_rollout_prompts(
     data: DataConfig, reward: RewardConfig, source: ModelSource, request: RolloutRequest, *, reports: bool = False
 ) -> PromptSource:
-    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`."""
+    """Open the prompts of a job, in the order of their files. Log notes on the tokenizer if `reports`."""
     tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
         problems = Problems(data, request.sampling.seed, is_validation=request.held_out)

@@ -24,7 +24,7 @@ ROUNDS_OF_SLOTS = 8
 
 
 def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, sample, and write rollouts and summary on the first rank; return the exit status."""
+    """Join the job, sample, and write rollouts and summary on the first rank. Return the exit status."""
     with joined_job(rank_env, device_type, generate_oom_hint()) as device, spelled_as(ROLLOUT_NAMES):
         request, task = job.request, job.task_cfg
         tokenizer = open_tokenizer(job.source, request.tokenizer)

@@ -36,7 +36,7 @@ class StopRule:
     eos_ids: frozenset[int]
     """End-of-text tokens, and end-of-turn tokens of a conversation."""
     string: str = ""
-    """Text that ends a turn of a conversation if no single token does; "": no such text."""
+    """Text that ends a turn of a conversation if no single token does. "": no such text."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CompletionEngine(Protocol):
     """Generator of completions: `GenerationEngine`, or a server. Collective over the ranks of a mapping."""
 
     def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
-        """Return a completion of every request, in their order; see `GenerationEngine.generate`."""
+        """Return a completion of every request, in their order. See `GenerationEngine.generate`."""
         ...
 
 
@@ -218,7 +218,7 @@ def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], st
 
 
 def _number(score: float) -> float | None:
-    """Return a score as a JSON value; null for NaN."""
+    """Return a score as a JSON value, null for NaN."""
     return None if np.isnan(score) else float(score)
 
 

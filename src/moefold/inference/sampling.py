@@ -13,15 +13,14 @@ class SamplingParams:
     """Sampling parameters of the next token."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0: greedy, with the lowest id among equal logits."""
+    """Divisor of the logits. 0: greedy, with the lowest id among equal logits."""
     top_k: int = 0
-    """Number of likeliest tokens to sample from; 0: all."""
+    """Number of likeliest tokens to sample from. 0: all."""
     top_p: float = 1.0
     """Nucleus sampling: sample from the smallest set of likeliest tokens whose probabilities sum to this
     (arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Minimum probability of a token, relative to the likeliest token; applied before top_k and top_p
-    (arXiv:2407.01082)."""
+    """Minimum probability of a token, relative to the likeliest one, before top_k and top_p (arXiv:2407.01082)."""
     seed: int = 0
 
     @property

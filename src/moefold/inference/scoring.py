@@ -59,7 +59,7 @@ class GenerateRequest:
 
 @torch.no_grad()
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
-    """Score sequences in one batch on each data-parallel rank, without cp. Collective; returned on all ranks.
+    """Score sequences in one batch on each data-parallel rank, without cp. Collective, returned on all ranks.
 
     Sequences have at least two tokens. All tokens except the first can be scored.
     """
@@ -110,22 +110,22 @@ class ServedModel:
         self.loaded = loaded
 
     def score(self, sequences: Sequence[Sequence[int]], num_scored: Sequence[int]) -> list[Score]:
-        """Broadcast a scoring request and run `score`; called on rank 0."""
+        """Broadcast a scoring request and run `score`. Rank 0 calls it."""
         request = ScoreRequest(tuple(map(tuple, sequences)), tuple(num_scored))
         self._broadcast(request)
         return score(self.loaded, request)
 
     def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Broadcast a generation request and run `generate`; called on rank 0."""
+        """Broadcast a generation request and run `generate`. Rank 0 calls it."""
         self._broadcast(request)
         return self._generate(request)
 
     def shutdown(self) -> None:
-        """End `serve` on the other ranks; called on rank 0."""
+        """End `serve` on the other ranks. Rank 0 calls it."""
         self._broadcast(None)
 
     def serve(self) -> None:
-        """Execute requests of rank 0 until `shutdown`; called on all other ranks."""
+        """Execute requests of rank 0 until `shutdown`. All other ranks call it."""
         while (request := self._broadcast(None)) is not None:
             if isinstance(request, ScoreRequest):
                 score(self.loaded, request)
@@ -170,7 +170,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity, exp(loss); infinity on overflow."""
+        """Perplexity, exp(loss), or infinity on overflow."""
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
 
@@ -251,7 +251,7 @@ class LogitsFile:
         """Write the logits of the sequences from index `first` on, which is the first data-parallel rank's.
 
         Args:
-            shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+            shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp], or None on ranks that do not write.
         """
         if shards is None or self._file is None:
             return

@@ -61,7 +61,7 @@ class ModelOptions:
     tokenizer: str = ""
     """"bytes" or the path of a tokenizer.json, instead of the model's."""
     dtype: str = "auto"
-    """Compute type; auto: the type of the stored weights."""
+    """Compute type. auto: the type of the stored weights."""
     device: str = "auto"
     """"cpu", "cuda" or "auto"."""
     ignore_key: Sequence[str] = ()
@@ -89,10 +89,10 @@ class InferenceRequest:
     overrides: tuple[str, ...] = ()
     """Config overrides such as `parallel.tp=2`."""
     dtype: str = "auto"
-    """Compute dtype; "auto" is the dtype of the stored weights."""
+    """Compute dtype. "auto" is the dtype of the stored weights."""
     device: str = "auto"
     world_size: int | None = None
-    """Number of ranks started by a launcher; None if the command starts the ranks itself."""
+    """Number of ranks started by a launcher, or None if the command starts the ranks itself."""
     seq_len: int
     """Maximum sequence length in tokens."""
     batch_size: int
@@ -113,7 +113,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     """Build and check the config of an inference command.
 
     No tokens are dropped unless `moe.eval_capacity_factor` is set. `train.seq_len` is the requested length, rounded up
-    to a multiple that the mapping can shard. Samples are right-padded; causal attention ignores the padding.
+    to a multiple that the mapping can shard. Samples are right-padded. Causal attention ignores the padding.
 
     Raises:
         ConfigError: an override is not supported here, or the mapping does not fit the model.
@@ -174,7 +174,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
 def launched_config(
     source: ModelSource, request: InferenceRequest, purpose: Purpose, rank_env: RankEnv | None
 ) -> Config:
-    """Build the config of an inference command for the ranks of a launcher, if any; refuse another number of ranks."""
+    """Build the config of an inference command for the ranks of a launcher, if any. Refuse another number of ranks."""
     if rank_env is None:
         return inference_config(source, request, purpose)
     cfg = inference_config(source, replace(request, world_size=rank_env.world_size), purpose)

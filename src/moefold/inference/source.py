@@ -34,22 +34,22 @@ class ModelSource:
     kind: Literal["checkpoint", "huggingface"]
     model: ModelConfig
     moe: MoEConfig
-    """Routing settings of the training run; default if the run is unknown."""
+    """Routing settings of the training run, or the defaults if the run is unknown."""
     data: DataConfig
     """Data settings, with only the tokenizer fields set."""
     dtype: Literal["bfloat16", "float32", "float64"]
-    """Dtype of the stored weights; float32 for any other type."""
+    """Dtype of the stored weights, or float32 for any other type."""
     context: int
     """Context length in tokens, from the training run or the Hugging Face config."""
     trained_len: int = 0
-    """Sequence length of the training run; 0 for a Hugging Face folder and for weights not trained here."""
+    """Sequence length of the training run, or 0 for a Hugging Face folder and for weights not trained here."""
     eos_ids: frozenset[int] = frozenset()
     """End-of-text ids of a Hugging Face folder, or of the folder that a checkpoint's weights were imported from."""
     uses_hf_text_start: bool = False
     """True if texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
     tokenizer_fingerprint: str = ""
-    """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it; empty if it is unknown."""
+    """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it. Empty if it is unknown."""
     want: RewardPrompt | None = None
     """Reward prompt of a model that was trained with align.method="condition"."""
     has_adapters: bool = False
@@ -62,8 +62,8 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     """Find the model at a path and read its metadata. No tensors are read.
 
     Args:
-        name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, for its newest complete checkpoint;
-            RUN/best, for the checkpoint with the lowest held-out loss; or a Hugging Face folder.
+        name: a checkpoint (`step-000100`), or a Hugging Face folder. A folder of checkpoints or a run folder stands for
+            its newest complete checkpoint, RUN/best for the checkpoint with the lowest held-out loss.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
@@ -85,14 +85,14 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
 
 
 def _path_of_model(name: str) -> Path:
-    """Return the path for the name of a model; RUN/best need not exist."""
+    """Return the path for the name of a model. RUN/best need not exist."""
     if is_remote(name):
         return weights_path(name)
     return Path(name) if names_best(Path(name)) else existing_path("MODEL", name)
 
 
 def checkpoint_source(path: Path) -> ModelSource:
-    """Return the model of a checkpoint folder; raise ConfigError if its metadata cannot be read."""
+    """Return the model of a checkpoint folder. Raise ConfigError if its metadata cannot be read."""
     meta = read_meta(path)
     keys = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}

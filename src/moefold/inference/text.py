@@ -22,7 +22,7 @@ from moefold.message_text import Problem, Setting, spelled_as
 
 
 def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
-    """Open the tokenizer of a model, or "bytes" or a tokenizer.json to use instead; report the notes on it.
+    """Open the tokenizer of a model, or "bytes" or a tokenizer.json to use instead. Report the notes on it.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -60,7 +60,7 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
     """Tokenise a text, int64 [tokens], with the start-of-text tokens that the model was trained with.
 
-    Hugging Face models, including imported models, use the start tokens of their tokenizer (such as a BOS id); our
+    Hugging Face models, including imported models, use the start tokens of their tokenizer (such as a BOS id). Our
     training adds no tokens.
 
     Raises:
@@ -95,7 +95,7 @@ def stop_token_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Read a UTF-8 text file; raise ConfigError if the file cannot be read, or is not UTF-8."""
+    """Read a UTF-8 text file. Raise ConfigError if the file cannot be read, or is not UTF-8."""
     try:
         return read_bounded(path, MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:

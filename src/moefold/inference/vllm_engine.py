@@ -29,7 +29,7 @@ from moefold.parallel.parallel_model import ParallelModel
 
 
 class VllmEngine:
-    """Engine that generates completions by a vLLM server; `update` sends it the weights of training.
+    """Engine that generates completions by a vLLM server. `update` sends it the weights of training.
 
     All methods are collective over all ranks. Raises ConfigError if rollout.folder has another model, or cannot be
     written to.
@@ -55,10 +55,10 @@ class VllmEngine:
         self._version = ""
 
     def update(self) -> float:
-        """Write the current weights to the folder and let the server load them; return the seconds.
+        """Write the current weights to the folder and let the server load them, and return the seconds.
 
         Raises:
-            RunError: the server did not load them; raised on all ranks.
+            RunError: the server did not load them. Raised on all ranks.
         """
         started_s = time.perf_counter()
         self._groups.recorder.set_phase("sending the weights to vLLM")
@@ -80,11 +80,11 @@ class VllmEngine:
         """Generate a completion of every request, in their order.
 
         Args:
-            requests: requests of this data-parallel rank, possibly none; the same on its ranks of tp and pp.
-            is_complete: stop condition; a completion ends after the first token that satisfies it.
+            requests: requests of this data-parallel rank, possibly none, the same on its ranks of tp and pp.
+            is_complete: stop condition. A completion ends after the first token that satisfies it.
 
         Raises:
-            RunError: the server failed; raised on all ranks.
+            RunError: the server failed. Raised on all ranks.
         """
         assert self._version, "update() before the first round"
         tp = self._groups.attn.tp
@@ -133,7 +133,7 @@ class VllmEngine:
         return results
 
     def _check_experts(self, experts: NDArray[np.integer]) -> None:
-        """Check that experts fit the model in training; raise VllmError if they do not."""
+        """Check that experts fit the model in training. Raise VllmError if they do not."""
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))
         moe = self._model.experts

@@ -51,7 +51,7 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
     """Return the command that starts the server for a Hugging Face folder.
 
     Args:
-        dtype: the dtype of training in vLLM's spelling; vLLM's own choice for float32 weights is bfloat16.
+        dtype: the dtype of training in vLLM's spelling. vLLM's own choice for float32 weights is bfloat16.
         max_tokens: length of the longest prompt with its completion.
     """
     variables = "VLLM_SERVER_DEV_MODE=1"
@@ -183,7 +183,7 @@ class VllmClient:
         """Sample the continuation of a prompt, without top-k and top-p.
 
         Args:
-            version: required version of the weights; None: any.
+            version: required version of the weights. None: any.
             deadline_s: latest end, on the clock of time.monotonic.
 
         Returns:
@@ -314,7 +314,7 @@ def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str,
 
 
 def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Completion:
-    """Return the completion of a choice; raise ValueError if its parts contradict each other."""
+    """Return the completion of a choice. Raise ValueError if its parts contradict each other."""
     tokens = tuple(int(token) for token in choice["token_ids"])
     content: Sequence[Mapping[str, Any]] = choice["logprobs"]["content"]
     log_probs = tuple(min(0.0, float(entry["logprob"])) for entry in content if entry["logprob"] < MAX_ROUNDING)
@@ -330,7 +330,7 @@ def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Comp
 
 
 def _parse_experts(text: str) -> NDArray[np.integer]:
-    """Return an array in NumPy's file format, in base64; raise ValueError unless it has 3 dimensions of integers."""
+    """Return an array in NumPy's file format, in base64. Raise ValueError unless it has 3 dimensions of integers."""
     array: NDArray[np.integer] = np.load(BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError("no experts")

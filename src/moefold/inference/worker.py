@@ -47,7 +47,7 @@ def evaluate_on_rank(job: EvalJob, rank_env: RankEnv, device_type: str) -> Evalu
 
 
 def eval_worker(job: EvalJob, as_json: bool, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, evaluate, print the result on the first rank; return the exit status."""
+    """Join the job, evaluate, print the result on the first rank, and return the exit status."""
     with joined_job(rank_env, device_type, eval_oom_hint()) as device:
         result = _evaluate(job, device)
         if rank_env.rank == 0:
@@ -93,7 +93,7 @@ def generate_on_rank(job: GenerateJob, rank_env: RankEnv, device_type: str) -> l
 
 
 def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as_json: bool, echoes: bool) -> int:
-    """Join the job, generate, print on the first rank; return the exit status."""
+    """Join the job, generate, print on the first rank, and return the exit status."""
     with joined_job(rank_env, device_type, generate_oom_hint()) as device:
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         streams = rank_env.rank == 0 and len(job.requests) == 1 and not as_json
@@ -126,7 +126,7 @@ def _generate(
 ) -> list[Completion]:
     """Load the model and continue the prompts. The output begins after loading.
 
-    Each data-parallel rank continues its share of the prompts; all ranks return all completions.
+    Each data-parallel rank continues its share of the prompts. All ranks return all completions.
     """
     loaded = load_model(job.source, job.cfg, device, tokenizer)
     report_decoding(loaded, job.cfg.run)

@@ -62,7 +62,7 @@ def oom_reason(error: BaseException | None) -> str:
 
 
 def oom_message(error: BaseException) -> str:
-    """Return a one-line message for an out-of-memory error, with requested and available bytes; "" for other errors."""
+    """Return a one-line message for an out-of-memory error, with requested and available bytes, or "" for others."""
     reason = oom_reason(error)
     if not reason:
         return ""
@@ -106,7 +106,7 @@ class SingleReporter:
 
     def __init__(self, rank_env: RankEnv) -> None:
         self.shared_path = ""
-        """Path by which other ranks of the machine can open this rank's file; "" if there is none to share."""
+        """Path by which other ranks of the machine can open this rank's file, or "" if there is none to share."""
         self._lock: FileLock | None = None
         self._opened: list[FileLock] = []
         self._thread_lock = threading.Lock()
@@ -134,10 +134,10 @@ class SingleReporter:
         self._opened.clear()
 
     def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
-        """Print a message on stderr, unless a rank of this machine has printed it; return once it is printed.
+        """Print a message on stderr, unless a rank of this machine has printed it, and return once it is printed.
 
         Args:
-            should_report: called while the lock is held; False if another machine prints the message.
+            should_report: called while the lock is held. False: another machine prints the message.
         """
         with self._thread_lock, self._hold_lock():
             if self.was_reported():
@@ -157,7 +157,7 @@ class SingleReporter:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Hold the file lock; proceed without it after `LOCK_TIMEOUT_S`, as two messages are better than none."""
+        """Hold the file lock. Proceed without it after `LOCK_TIMEOUT_S`, as two messages are better than none."""
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while not self.was_reported() and not self._try_lock() and time.monotonic() < deadline:
             time.sleep(_POLL_S)

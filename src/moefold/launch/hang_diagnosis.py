@@ -40,7 +40,7 @@ class Diagnosis:
     """The ranks that block the job and their symptom."""
 
     ranks: tuple[int, ...]
-    """Blocking ranks; empty for a deadlock, or if no rank is late."""
+    """Blocking ranks, or empty for a deadlock, or if no rank is late."""
     symptom: str
     """Predicate for the message: "is stopped", "is late", ..."""
 

@@ -120,7 +120,7 @@ class ProgramRanks:
 
 @contextmanager
 def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
-    """Join the process group of the program; create one for the block if only a launcher's variables are set.
+    """Join the process group of the program. Create one for the block if only a launcher's variables are set.
 
     Raises:
         ConfigError: the environment of a launcher is incomplete.
@@ -149,7 +149,7 @@ def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
 
 @contextmanager
 def restored_process_state() -> Iterator[None]:
-    """Restore the process state that a run changes: random state, threads, determinism, environment; free memory."""
+    """Restore the process state that a run changes: random state, threads, determinism, environment. Free memory."""
     threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -182,11 +182,11 @@ class JobRequest:
     grace: int | None = None
     """Seconds from SIGTERM to the end."""
     cpus_per_task: int | None = None
-    """CPU cores of a rank; None: all cores of the node, shared by its ranks."""
+    """CPU cores of a rank. None: all cores of the node, shared by its ranks."""
     mem: str = ""
     """Memory of a node, such as 512G (GiB)."""
     exclusive: bool | None = None
-    """True if the job shares its nodes with no other job; None: the default, True."""
+    """True if the job shares its nodes with no other job. None: the default, True."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -301,7 +301,7 @@ def _check_node(request: JobRequest) -> None:
 
 
 def _parse_mem_gib(text: str) -> int:
-    """Return the memory of a node in GiB, rounded down; 0 if it is not set."""
+    """Return the memory of a node in GiB, rounded down, or 0 if it is not set."""
     if not text:
         return 0
     match = _MEM.fullmatch(text)
@@ -380,7 +380,7 @@ def _check_storage(run: RunConfig, checkpoint: CheckpointConfig, request: JobReq
 
 
 def _parse_time(text: str) -> int:
-    """Return a time limit in seconds; 0 without one."""
+    """Return a time limit in seconds, or 0 without one."""
     if not text:
         return 0
     match = _TIME.fullmatch(text)

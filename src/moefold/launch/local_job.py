@@ -1,7 +1,7 @@
 """Local job: start one process per rank on this machine, wait for them, and end them together.
 
 The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. The job's temporary files are the
-flight-record files of the ranks; folders left by killed processes are removed.
+flight-record files of the ranks. Folders left by killed processes are removed.
 """
 
 import gc
@@ -43,11 +43,11 @@ class JobResult:
     """Result of a job."""
 
     status: int
-    """Largest status that a rank returned; 0 if a rank failed."""
+    """Largest status that a rank returned, or 0 if a rank failed."""
     failed_rank: int | None
     """First rank that did not return, or the lost rank whose loss ended the job."""
     exitcode: int
-    """Exit code of the failed rank's process; negative: the signal that ended it."""
+    """Exit code of the failed rank's process. A negative code is the signal that ended it."""
 
 
 def run_processes(
@@ -55,7 +55,7 @@ def run_processes(
 ) -> JobResult:
     """Run `main` in one process for each rank environment and wait until all have ended.
 
-    CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. A failed rank
+    CPU ranks are forked from this process, which has imported torch already. GPU ranks must be spawned. A failed rank
     ends the others. If this process is killed, the ranks get SIGINT.
 
     Args:
@@ -190,7 +190,7 @@ def remove_stale_folders(parent: Path | None = None) -> None:
     """Remove this user's folders with a lock file whose owner has ended.
 
     Args:
-        parent: folder that contains them; by default the system's temporary folder.
+        parent: folder that contains them, by default the system's temporary folder.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     for folder in parent.iterdir():

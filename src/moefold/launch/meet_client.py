@@ -131,13 +131,13 @@ class MeetStore:
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value; raise MeetError if the meeting point cannot be reached, or does not take the value."""
+        """Write a value. Raise MeetError if the meeting point cannot be reached, or does not take the value."""
         answer = self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
         if "refused" in answer:
             raise MeetError(f"the meeting point refused a value: {answer['refused']}")
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; raise MeetError if it was not written in time."""
+        """Wait for a value. Raise MeetError if it was not written in time."""
         answer = self._connection.ask({"do": "get", "key": key, "timeout_s": self._timeout_s})
         if "over" in answer:
             raise MeetError("another site has left")

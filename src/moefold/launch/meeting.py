@@ -201,7 +201,7 @@ class Meeting:
     def _answer_members(
         self, index: int, round_: MeetingRound, requests: Mapping[int, RoundRequest], *, in_pairs: bool
     ) -> bool:
-        """Set the answers to the members of a round; return whether it is refused because their weights differ."""
+        """Set the answers to the members of a round, and return whether it is refused because their weights differ."""
         members = tuple(requests)
         settings = self.sites[members[0]].settings
         quorum = _quorum(settings)
@@ -304,7 +304,7 @@ def _quorum(settings: Mapping[str, Any]) -> int:
 
 
 def _minority(digests: Mapping[int, int]) -> list[int]:
-    """Return the sites whose digest is not the most frequent one; all sites if no digest is."""
+    """Return the sites whose digest is not the most frequent one, or all sites if no digest is."""
     counts = sorted((list(digests.values()).count(value) for value in set(digests.values())), reverse=True)
     if counts[0] == counts[1]:
         return sorted(digests)

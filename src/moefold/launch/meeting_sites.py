@@ -23,7 +23,7 @@ class Site:
     """Address that the first rank of the site connects from."""
     settings: dict[str, Any]
     weights_hash: int | None
-    """Hash of the site's outer weights after `version` rounds; None if unknown."""
+    """Hash of the site's outer weights after `version` rounds, or None if unknown."""
     round: int
     """Last round that was due on the site, counted from 1 in a run, as the steps between rounds may differ."""
     version: int
@@ -90,7 +90,7 @@ class SiteList:
             self._log(f"site {number} on {site.host} is here, at step {step} after {site.version} rounds")
 
     def _refusal(self, number: int, site: Site) -> str:
-        """Return why a site cannot take part; empty if it can."""
+        """Return why a site cannot take part, or empty if it can."""
         before = self._sites.get(number)
         if before is not None and before.connection not in (None, site.connection):
             return f"sites.number={number} is taken by a job on {before.host}; give each site a number of its own"

@@ -44,7 +44,7 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
     """Check that a training step fits into the memory of this machine or of its smallest GPU.
 
     Args:
-        rank_env: environment of this process, if a launcher started it; only local rank 0 checks.
+        rank_env: environment of this process, if a launcher started it. Only local rank 0 checks.
 
     Raises:
         ConfigError: the ranks do not fit, and run.check_memory is true.

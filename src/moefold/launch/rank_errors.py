@@ -30,12 +30,12 @@ class RankErrorHandler:
     In a single-rank job it only turns `sys.exit` in code that the run calls into an error that names the line.
 
     A signal ends the rank immediately with 128 + its number: code that has state to save handles signals itself. An
-    exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
-    destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
+    exception ends the rank with its message (ConfigError: exit 2, RunError: exit 1) or its traceback (exit 1). The
+    process group is not destroyed, which could block on the other ranks. Launchers end the other ranks when one exits,
     so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.
 
-    In an embedded rank an exception is raised in the program instead, once the rank has deregistered from the watchdog;
-    signals are left to the program.
+    In an embedded rank an exception is raised in the program instead, once the rank has deregistered from the watchdog.
+    Signals are left to the program.
 
     Args:
         is_stop_requested: returns whether a signal was received and not handled yet.
@@ -121,7 +121,7 @@ class RankErrorHandler:
         self._exit_failed()
 
     def _activity_text(self) -> str:
-        """Return step, phase and last collective of this rank for a message; "" without a flight recorder."""
+        """Return step, phase and last collective of this rank for a message, or "" without a flight recorder."""
         return "" if self._watchdog is None else f" in {describe_activity(self._watchdog.flight_recorder.snapshot())}"
 
     def _exit_failed(self) -> NoReturn:
@@ -130,7 +130,7 @@ class RankErrorHandler:
         hard_exit(EXIT_FAILED)
 
     def _exit_after_peer(self, error: BaseException) -> None:
-        """Exit after a collective failed, with a diagnosis of the lost rank; return if there is no explanation."""
+        """Exit after a collective failed, with a diagnosis of the lost rank, and return if there is no explanation."""
         # Our own launcher names the first rank that exited; torchrun does not, and has no step to report.
         if self._watchdog is not None and not self._rank_env.record_paths:
             self._watchdog.diagnose_lost_peer_and_exit(error)

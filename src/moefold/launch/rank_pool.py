@@ -44,7 +44,7 @@ FAILURE_GRACE_S = 2.0
 
 
 class WorkerError(RuntimeError):
-    """Error of a task whose ranks raised, died or timed out; the message names each such rank."""
+    """Error of a task whose ranks raised, died or timed out. The message names each such rank."""
 
 
 _init_gloo = partial(dist.init_process_group, "gloo")
@@ -59,7 +59,7 @@ class WorkerPool:
         """Create a pool. Ranks are started by `run`.
 
         Args:
-            preload: modules that the fork server imports once, so that no rank has to; missing ones are ignored.
+            preload: modules that the fork server imports once, so that no rank has to. Missing ones are ignored.
             init_group: initialises the process group of a rank from the arguments of `init_process_group`.
             forks: False: ranks are spawned, which takes seconds. CUDA needs this: a process forked after a query for
                 GPUs cannot use them.
@@ -91,7 +91,7 @@ class WorkerPool:
         timeout_s: float = 120.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> list[Any]:
-        """Call `function(*args)` on every rank of a new process group; return the results in rank order.
+        """Call `function(*args)` on every rank of a new process group, and return the results in rank order.
 
         Args:
             function: function importable by name, with a picklable result. It asks torch.distributed for its rank.
@@ -156,7 +156,7 @@ def _single_omp_thread() -> Iterator[None]:
 
 
 def _collect(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
-    """Return the results in rank order; after a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
+    """Return the results in rank order. After a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
 
     Raises:
         WorkerError: a rank raised, died or hung. Its cause is the first error whose text is a message to the user.
@@ -240,7 +240,7 @@ def _worker_main(
 
 
 def _exit_with_caller(connection: Connection) -> None:
-    """Exit when the process that called `run` is gone; else the fork server would keep running."""
+    """Exit when the process that called `run` is gone. Else the fork server would keep running."""
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)

@@ -37,7 +37,7 @@ def collect_from_ranks(
     """Run a function on all ranks. This process is the rank in a job of one rank or under a launcher.
 
     Args:
-        function: called on each rank; must be picklable with several GPU ranks, which are spawned.
+        function: called on each rank. It must be picklable with several GPU ranks, which are spawned.
 
     Returns:
         The function's result on this rank, or on the first started rank that is not lost.
@@ -82,7 +82,7 @@ def compute_on_rank0(
 ) -> tuple[JsonDict, dist.Store]:
     """Gather facts from all ranks, run `compute` on rank 0 and return its result on every rank.
 
-    Collective over the whole job; communicates through the job's store.
+    Collective over the whole job. It communicates through the job's store.
 
     Args:
         timeout_s: limit for each of the two waits: for the ranks to join, and for the result.
@@ -94,7 +94,7 @@ def compute_on_rank0(
         rank 0 may host its server, and a rank that connects to a closing server fails.
 
     Raises:
-        ConfigError: `compute` raised it; raised on all ranks.
+        ConfigError: `compute` raised it. Raised on all ranks.
         RunError: a rank or the result is missing after `timeout_s`.
     """
     store, _ = join_rendezvous(rank_env, timeout_s)

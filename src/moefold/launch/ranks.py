@@ -41,7 +41,7 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
     For "cuda" it also configures the allocator of this process and its child processes, see `expand_segments`.
 
     Args:
-        rank_env: environment of this process, if a launcher started it; else all ranks run on this machine.
+        rank_env: environment of this process, if a launcher started it. Else all ranks run on this machine.
 
     Raises:
         ConfigError: this machine has fewer GPUs than ranks.
@@ -74,9 +74,9 @@ def run_ranks(
 def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: bool = False) -> int:
     """Run `main` on `world_size` new processes of this machine, wait for them and return the exit status.
 
-    CPU ranks are forked from this process, which has imported torch already; GPU ranks must be spawned. Ctrl-C and
-    SIGTERM are forwarded to the ranks, which exit by themselves. A failed rank ends the job and is named on stderr.
-    All sockets are bound to the loopback interface.
+    CPU ranks are forked from this process, which has imported torch already. GPU ranks must be spawned. Ctrl-C and
+    SIGTERM are forwarded to the ranks, which exit by themselves. A failed rank ends the job and is named on stderr. All
+    sockets are bound to the loopback interface.
 
     Args:
         regroups: a rank ended by a signal is recorded in the store, and the other ranks go on, see `launch.regroup`.
@@ -108,7 +108,7 @@ def init_distributed(
     timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
     on_rendezvous: Callable[[str], None] | None = None,
 ) -> Iterator[torch.device]:
-    """Initialise the default process group and yield the device of this rank; destroy the group at the end.
+    """Initialise the default process group and yield the device of this rank. Destroy the group at the end.
 
     Args:
         on_rendezvous: called with the session name after the rendezvous and before the backends connect. A rank lost
@@ -137,8 +137,8 @@ def init_split_job(
 
     Args:
         split: the ranks that train and the ranks that sample.
-        open_group_store: called after the rendezvous; returns the store for the process groups. None: the store of the
-            rendezvous.
+        open_group_store: called after the rendezvous. It returns the store for the process groups. None: the store of
+            the rendezvous.
 
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.
@@ -185,7 +185,7 @@ def init_split_job(
 
 
 def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_paths: tuple[str, ...]) -> int:
-    """Return the exit status of a failed job; print the failed rank unless a signal or an earlier message explains it.
+    """Return the exit status of a failed job. Print the failed rank unless a signal or an earlier message explains it.
 
     Raises:
         KeyboardInterrupt: the user's Ctrl-C ended the job.
@@ -231,7 +231,7 @@ def _init_process_groups(
 
 
 def init_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default process group of a rank; blocks until all ranks are connected."""
+    """Initialise the default process group of a rank. It blocks until all ranks are connected."""
     if device.type == "cuda":
         # The current device is per thread.
         torch.cuda.set_device(device)

@@ -51,7 +51,7 @@ class LostRankError(Exception):
 
 
 class CannotChooseError(Exception):
-    """This rank does not know enough to choose the members; another survivor does."""
+    """This rank does not know enough to choose the members. Another survivor does."""
 
 
 class NoRankLostError(Exception):
@@ -71,7 +71,7 @@ class RankMembership:
     lost: tuple[int, ...] = ()
     """Job ranks that the change to this generation has lost."""
     plan: Any = None
-    """Data from the function that chose the members; JSON."""
+    """Data from the function that chose the members, as JSON."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class RankMembership:
 
 
 Facts = Mapping[int, Any]
-"""Facts that each survivor reported at its arrival, by job rank; JSON."""
+"""Facts that each survivor reported at its arrival, by job rank, as JSON."""
 ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 """Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
 RunError if the survivors cannot go on, and CannotChooseError if another rank has to choose."""
@@ -99,15 +99,15 @@ def lost_ranks(store: dist.Store) -> set[int]:
 
 
 def read_if_set(store: dist.Store, key: str) -> str:
-    """Return the text of a key of a store; "" if no rank has set it."""
+    """Return the text of a key of a store, or "" if no rank has set it."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 class Regroup:
-    """Connection of one rank to the agreement of the survivors; used by the training thread.
+    """Connection of one rank to the agreement of the survivors, used by the training thread.
 
     Args:
-        rank_env: environment of this rank; the launcher or rank 0 hosts the store.
+        rank_env: environment of this rank. The launcher or rank 0 hosts the store.
         timeout_s: a rank that does not arrive within this time counts as lost.
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
         find_silent: returns the job ranks that report nothing any more, after a wait of some periods of reports.
@@ -191,7 +191,7 @@ class Regroup:
         return lost_ranks(self._base)
 
     def exit_description(self, rank: int) -> str:
-        """Return how the process of a lost rank ended, as its launcher saw it; "" if that is not known."""
+        """Return how the process of a lost rank ended, as its launcher saw it, or "" if that is not known."""
         return read_if_set(self._store, f"how/{rank}")
 
     def is_broken(self) -> bool:
@@ -283,7 +283,7 @@ class Regroup:
         self._store.set(f"failed/{self.current.number}", "1")
 
     def ended_status(self) -> int | None:
-        """Return the exit status of the training of the current generation; None while it trains."""
+        """Return the exit status of the training of the current generation, or None while it trains."""
         status = read_if_set(self._store, f"ended/{self.current.number}")
         return int(status) if status else None
 

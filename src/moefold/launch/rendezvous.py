@@ -56,7 +56,7 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
         elastic agent reuses one store for all restarts (torch >= 2.13), with the addresses of the previous ranks in it.
 
     Raises:
-        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`; or the port is taken on rank 0.
+        RunError: the store cannot be reached, or ranks are missing, after `timeout_s`, or the port is taken on rank 0.
     """
     deadline = time.monotonic() + timeout_s
     store: dist.Store | None = None
@@ -83,7 +83,7 @@ def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, st
 
 
 def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> dist.Store:
-    """Return the store, hosted by the launcher if it has one, else by rank 0; wait for its host only.
+    """Return the store, hosted by the launcher if it has one, else by rank 0. Wait for its host only.
 
     Args:
         on_wait: called repeatedly while rank 0 has not opened the store.
@@ -125,7 +125,7 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
 
 @contextmanager
 def _buffer_stderr() -> Iterator[int]:
-    """Buffer stderr inside the block, and discard the buffer if an exception ends the block; yield the real stderr.
+    """Buffer stderr inside the block, and discard the buffer if an exception ends the block. Yield the real stderr.
 
     torch prints a C++ stack trace for each reply that does not come from a TCPStore. The exception is enough.
     """
@@ -269,11 +269,11 @@ class _StartBarrier:
             self._store.set("first", self._own_id)
 
     def poll(self) -> bool:
-        """Poll the store once; return whether this rank may start: rank 0 once all answered, others once released."""
+        """Poll the store once. Return whether this rank may start: rank 0 once all answered, others once released."""
         return self._release_ranks() if self._rank == 0 else self._is_released()
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that did not answer the current session; [0] if all did, as rank 0 did not release them."""
+        """Return the ranks that did not answer the current session, or [0] if all did: rank 0 did not release them."""
         awaited = [rank for rank in self._peer_ranks if rank != self._rank] if self.session else []
         return [rank for rank in awaited if not self._store.check([self._answer_key(rank)])] or [0]
 
@@ -316,7 +316,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at this address only, if the ranks certainly connect to it; None if torch must bind all interfaces.
+    """Listen at this address only, if the ranks certainly connect to it, or None if torch must bind all interfaces.
 
     This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
     and an address mapped by NAT is not local: then the caller must listen on all interfaces.

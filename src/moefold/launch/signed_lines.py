@@ -45,7 +45,7 @@ class SignedLines:
         self._num_in = 0
 
     def seal(self, message: Mapping[str, Any]) -> bytes:
-        """Return the next line to send; raise BadLineError if the line would be too long."""
+        """Return the next line to send. Raise BadLineError if the line would be too long."""
         content = json.dumps(message, allow_nan=False).encode()
         self._num_out += 1
         line = b"%s %s\n" % (self._signature(self._out, self._num_out, content), content)
@@ -75,7 +75,7 @@ def _sign(key: bytes, content: bytes) -> bytes:
 
 
 def parse_object(content: bytes) -> Message:
-    """Parse one JSON object; raise BadLineError if it is something else."""
+    """Parse one JSON object. Raise BadLineError if it is something else."""
     try:
         message = json.loads(content)
     except (ValueError, RecursionError):
@@ -96,10 +96,10 @@ def is_nonce(value: Any) -> bool:
 
 
 def read_secret(file: str, key: str, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the shared secret of a file, else of the environment variable; empty if there is none.
+    """Return the shared secret of a file, else of the environment variable, or empty if there is none.
 
     Args:
-        file: the file; empty: none.
+        file: the file. Empty: none.
         key: name of the setting that names the file, for messages.
 
     Raises:

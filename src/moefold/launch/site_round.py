@@ -1,6 +1,6 @@
 """Rounds of a meeting point: the requests of the sites, the sites that exchange with each other, and the votes.
 
-`estimate_grace_s` says how long late sites usually take; `Meeting._wait_s` decides whether a round waits for that time,
+`estimate_grace_s` says how long late sites usually take. `Meeting._wait_s` decides whether a round waits for that time,
 for sites.grace_s, or for sites.timeout_s.
 """
 
@@ -43,7 +43,7 @@ class VotingGroup:
     votes: dict[int, bool] = field(default_factory=dict)
     first_vote_s: float = 0.0
     outcome: Message | None = None
-    """Answer to the votes; None until it is decided."""
+    """Answer to the votes, or None until it is decided."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class MeetingRound:
     delays_s: dict[int, float] = field(default_factory=dict)
     """Time of each site's request after the first request, also of late sites."""
     answers: dict[int, Message] = field(default_factory=dict)
-    """Answers by site; empty until the round is closed."""
+    """Answers by site, or empty until the round is closed."""
     voting_groups: list[VotingGroup] = field(default_factory=list)
 
     @property

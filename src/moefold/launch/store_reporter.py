@@ -124,13 +124,13 @@ class StoreReporter(threading.Thread):
             self._deregistered.set()
 
     def request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
-        """Request a diagnosis, after which this thread ends the process; `reason` is the end of the message."""
+        """Request a diagnosis, after which this thread ends the process. `reason` is the end of the message."""
         self._is_lost_peer = is_lost_peer
         self._reason = reason
         self._wake.set()
 
     def deregister(self, status: int) -> None:
-        """Publish the exit status and stop the thread; wait a moment for it.
+        """Publish the exit status and stop the thread. Wait a moment for it.
 
         Does not return from a failure that the death of another rank explains: the thread then ends the process.
         """
@@ -140,7 +140,7 @@ class StoreReporter(threading.Thread):
             self._deregistered.wait(1.0 if status == 0 else REPORT_WAIT_S + 1.0)
 
     def claim_first(self, topic: str) -> bool:
-        """Return whether this is the first rank to claim `topic`; True if the store is lost."""
+        """Return whether this is the first rank to claim `topic`. True if the store is lost."""
         rank = str(self._rank_env.rank)
         with suppress(*STORE_ERRORS):
             return self._store is None or self._store.compare_set(f"first/{topic}", "", rank).decode() == rank
@@ -224,7 +224,7 @@ class StoreReporter(threading.Thread):
         return report["host"] if report else "", FlightSnapshot.from_json(snapshot) if snapshot else None
 
     def drop_silent_ranks(self) -> set[int]:
-        """Kill the stopped ranks of this machine, so that the others can regroup; return all ranks lost so far.
+        """Kill the stopped ranks of this machine, so that the others can regroup, and return all ranks lost so far.
 
         Called by the watchdog after the timeout. On GPUs, ranks that report nothing are recorded as lost too. With gloo
         the others would still wait on the connections to an unreachable host, so the job ends.
@@ -342,7 +342,7 @@ class StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _diagnose_and_exit(self, reason: str, *, is_lost_peer: bool) -> NoReturn:
-        """Collect the reports of all ranks, print the diagnosis and exit; only answer if another rank diagnoses."""
+        """Collect the reports of all ranks, print the diagnosis and exit. Only answer if another rank diagnoses."""
         store = self._connected_store
         rank = str(self._rank_env.rank)
         if store.compare_set("diagnoser", "", rank).decode() != rank:

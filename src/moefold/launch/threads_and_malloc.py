@@ -54,7 +54,7 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
     """Return the number of CPU threads of one rank.
 
     Args:
-        cores: cores that this rank may run on; for a GPU rank possibly only the cores of its NUMA node.
+        cores: cores that this rank may run on, for a GPU rank possibly only the cores of its NUMA node.
         all_cores: cores of the machine.
         local_ranks: ranks of the machine.
     """
@@ -92,7 +92,7 @@ def _usable_cores() -> int:
 
 
 def available_backends() -> list[str]:
-    """Return the names of the available torch.distributed backends; empty if torch was built without it."""
+    """Return the names of the available torch.distributed backends, or empty if torch was built without it."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -127,7 +127,7 @@ def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.env
 
 
 def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the malloc setting as text for the log; "" if `keep_freed_blocks` has no effect."""
+    """Return the malloc setting as text for the log, or "" if `keep_freed_blocks` has no effect."""
     return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
 
 

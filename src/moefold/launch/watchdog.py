@@ -25,7 +25,7 @@ from moefold.message_text import first_line
 
 
 def _flight_record_file(rank_env: RankEnv) -> tuple[Path | None, int]:
-    """Return the file of this rank's flight record and its descriptor; -1 without a file.
+    """Return the file of this rank's flight record and its descriptor, or -1 without a file.
 
     Other ranks of the machine keep the file open after this rank died.
     """
@@ -111,14 +111,14 @@ class Watchdog:
             self._descriptor = -1
 
     def deregister(self, status: int) -> None:
-        """Deregister this rank, so that the others do not report it as lost; does nothing before `start`."""
+        """Deregister this rank, so that the others do not report it as lost. It does nothing before `start`."""
         self._stopped.set()
         self.flight_recorder.clock.end()
         if self._store_reporter is not None:
             self._store_reporter.deregister(status)
 
     def claim_first(self, topic: str) -> bool:
-        """Return whether this is the first rank to claim `topic`; True before `start`."""
+        """Return whether this is the first rank to claim `topic`. True before `start`."""
         return self._store_reporter is None or self._store_reporter.claim_first(topic)
 
     def gone_ranks(self) -> list[int]:
@@ -128,7 +128,7 @@ class Watchdog:
         return []
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks that report nothing any more and have no exit status; takes some periods of reports."""
+        """Return the ranks that report nothing any more and have no exit status. It takes some periods of reports."""
         with suppress(*STORE_ERRORS):
             return [] if self._store_reporter is None else self._store_reporter.silent_ranks()
         return []
@@ -156,7 +156,7 @@ class Watchdog:
         hard_exit(EXIT_FAILED)
 
     def diagnose_lost_peer_and_exit(self, error: BaseException) -> None:
-        """Diagnose over all ranks why the connection to another rank was lost, and exit; return if not started.
+        """Diagnose over all ranks why the connection to another rank was lost, and exit. Return if not started.
 
         Waits first, so that a rank on the machine of the lost rank, which can see its process, diagnoses first.
         """
@@ -201,7 +201,7 @@ class Watchdog:
         return bool(new)
 
     def _request_diagnosis(self, reason: str, *, is_lost_peer: bool) -> None:
-        """Let the store reporter run the diagnosis, which ends the process; return if the store does not respond."""
+        """Let the store reporter run the diagnosis, which ends the process. Return if the store does not respond."""
         self._store.request_diagnosis(reason, is_lost_peer=is_lost_peer)
         deadline = time.monotonic() + REPORT_WAIT_S + PRINT_WAIT_S
         while self._store.is_store_responding() and time.monotonic() < deadline:

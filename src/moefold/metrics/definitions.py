@@ -20,14 +20,14 @@ class Metric:
     """Definition of a number."""
 
     name: str
-    """Key of a record; "*" stands for any key."""
+    """Key of a record. "*" stands for any key."""
     unit: str
-    """Unit; empty for a ratio, a label or a number without a unit."""
+    """Unit, or empty for a ratio, a label or a number without a unit."""
     counts: str
     elsewhere: str = ""
-    """Name and, if different, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM; may be empty."""
+    """Name and, if different, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM. It may be empty."""
     reduce: Literal["", "sum", "mean", "max", "min"] = ""
-    """Reduction of the values of all ranks; empty if every rank has the same value, or the value is already reduced."""
+    """Reduction of the values of all ranks. Empty: every rank has the same value, or it is already reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MetricGroup:
     title: str
     intro: str
     prefix: str
-    """Path of the record of the numbers, with a dot at its end: "rl."; empty for the record itself."""
+    """Path of the record of the numbers, with a dot at its end: "rl.", or empty for the record itself."""
     metrics: tuple[Metric, ...]
 
 
@@ -417,7 +417,7 @@ ELSEWHERE = _metrics(
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None if absent."""
+    """Return a number of a step by its path, "rl.reward", for a list the maximum, with NaN. None if absent."""
     value: Any = values
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -448,7 +448,7 @@ class LineColumn:
     unit: str
     counts: str
     path: str
-    """Path of the number; empty: the line itself has the text."""
+    """Path of the number. Empty: the line itself has the text."""
     form: Callable[[float], str]
     width: int
     """Width of a blank column."""
@@ -456,7 +456,7 @@ class LineColumn:
     """Returns whether a step shows the column."""
 
     def text(self, values: Mapping[str, Any], *, is_gpu: bool) -> str:
-        """Return the text of a step; empty without a value."""
+        """Return the text of a step, or empty without a value."""
         value = number_of(values, self.path)
         return self.form(value) if value is not None and self.when(values, is_gpu) else ""
 
@@ -515,13 +515,13 @@ class DisplayPlaces:
     """Places where a number is shown in addition to metrics.jsonl, the line of a step and the page."""
 
     chart: str
-    """Group of the number's chart on the board; empty: no chart."""
+    """Group of the number's chart on the board. Empty: no chart."""
     title: str = ""
-    """Title of the chart and in `moefold inspect`; empty: the number's name."""
+    """Title of the chart and in `moefold inspect`. Empty: the number's name."""
     curve: str = ""
-    """Curve in trackers; empty: no curve, or `TRACKED` names the record."""
+    """Curve in trackers. Empty: no curve, or `TRACKED` names the record."""
     table: str = ""
-    """Table in `moefold inspect`, a key of `TABLES`; empty: no table."""
+    """Table in `moefold inspect`, a key of `TABLES`. Empty: no table."""
 
 
 TABLES = {
@@ -673,7 +673,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
-    """Return the result of a callback's `measure` as Python numbers; refuse values without a definition.
+    """Return the result of a callback's `measure` as Python numbers. Refuse values without a definition.
 
     Args:
         values: values of this rank by name. A number may be a tensor or an array of one element.
@@ -704,7 +704,7 @@ def _as_number(name: str, value: Any, callback: str) -> float:
 
 
 def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Reduce the values of all ranks by the rules of their definitions; None is ignored, NaN makes the result NaN."""
+    """Reduce the values of all ranks by the rules of their definitions. None is ignored, NaN makes the result NaN."""
     values: dict[str, float | None] = {}
     for metric in metrics:
         rank_values = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
@@ -713,7 +713,7 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
 
 
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the numbers of a step in the order of the table; refuse a number without a definition."""
+    """Return the numbers of a step in the order of the table. Refuse a number without a definition."""
     names = [metric.name for metric in (*STEP, *further) if metric.name != NONFINITE]
     if unknown := sorted(values.keys() - set(names)):
         raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/definitions.py")

@@ -47,7 +47,7 @@ class ExpertCounts:
 
 
 class ExpertCountsWriter:
-    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
+    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin, on one rank only.
 
     Opening removes the steps after `resume_step` and a truncated last record, as for metrics.jsonl. A file that is
     invalid, or has other layers or experts, is replaced.
@@ -55,7 +55,7 @@ class ExpertCountsWriter:
     Args:
         layers: indices of the MoE layers.
         num_experts: E.
-        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
+        resume_step: step of the checkpoint that the run continues from. 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, layers: Sequence[int], num_experts: int, *, resume_step: int = 0) -> None:
@@ -88,7 +88,7 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Memory-map the counts of a run without a truncated last record; None if there are none."""
+    """Memory-map the counts of a run without a truncated last record. Return None if there are none."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return None
@@ -155,7 +155,7 @@ class CountsHeader:
 
 
 def read_counts_header(file: BinaryIO) -> CountsHeader | None:
-    """Read the first line of an open file, up to its first record; None if it is not an expert-counts file."""
+    """Read the first line of an open file, up to its first record. Return None if it is not an expert-counts file."""
     line = file.readline(MAX_HEADER_BYTES)
     try:
         header = parse_json(line)
@@ -189,7 +189,7 @@ def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
 
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
-"""Limit of the counts that are converted to floats at a time; at least one step."""
+"""Limit of the counts that are converted to floats at a time, at least one step."""
 _MAX_TRACED_COUNTS = 1 << 28
 """Limit of steps * layers * experts of a trace, whose counts take 4 bytes each in memory."""
 END_WINDOW_DIVISOR = 10
@@ -198,7 +198,7 @@ END_WINDOW_DIVISOR = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSummary:
-    """Balance of one MoE layer; start and end are the first and the last tenth of the recorded steps."""
+    """Balance of one MoE layer. Start and end are the first and the last tenth of the recorded steps."""
 
     layer: int
     load_start: float
@@ -233,17 +233,17 @@ class ExpertBalance:
     load: Array
     """Routed tokens of the most loaded expert over the mean, float64 [N, L]."""
     counts: Array | None
-    """Routed tokens of each expert, [N, L, E]; None if the run wrote no counts and no trace."""
+    """Routed tokens of each expert, [N, L, E], or None if the run wrote no counts and no trace."""
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
-    """Dropped tokens divided by all routed tokens, float64 [M, L]; NaN: not recorded."""
+    """Dropped tokens divided by all routed tokens, float64 [M, L]. NaN: not recorded."""
     entropy: Array
-    """Entropy of a token's scores in nats, float64 [M, L]; NaN: not recorded."""
+    """Entropy of a token's scores in nats, float64 [M, L]. NaN: not recorded."""
 
     @property
     def cut_short(self) -> str:
-        """Message if the loads end before the run's metrics by at least one recording interval; else ""."""
+        """Message if the loads end before the run's metrics by at least one recording interval, else ""."""
         last = int(self.steps[-1])
         end = int(self.drop_steps[-1]) if len(self.drop_steps) else 0
         interval = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
@@ -251,7 +251,7 @@ class ExpertBalance:
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts, E; None without counts."""
+        """Number of experts, E, or None without counts."""
         return None if self.counts is None else int(self.counts.shape[2])
 
     def shares(self, max_bins: int) -> Array:
@@ -385,7 +385,7 @@ def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `moe_layers` records of a step; [] for another form."""
+    """Return the `moe_layers` records of a step, or [] for another form."""
     layers = record.get("moe_layers")
     is_list = isinstance(layers, list) and all(isinstance(layer, dict) for layer in layers)
     return layers if is_list and layers is not None else []

@@ -17,7 +17,7 @@ class MetricCurve:
     name: str
     title: str
     steps: Array
-    """Recorded steps, ascending, float64 [N]; N is at least 1."""
+    """Recorded steps, ascending, float64 [N]. N is at least 1."""
     values: Array
     """Finite values, [N]."""
 

@@ -27,19 +27,19 @@ _SMOOTH_FROM_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curves:
-    """Plotted columns of metrics.jsonl, one entry per step; missing values are NaN."""
+    """Plotted columns of metrics.jsonl, one entry per step. Missing values are NaN."""
 
     steps: list[int]
     loss: list[float]
-    """Loss; like `eval_loss`, the mean reward in reinforcement learning."""
+    """Loss, or the mean reward in reinforcement learning, like `eval_loss`."""
     eval_steps: list[int]
     eval_loss: list[float]
     lr: list[float]
     grad_norm: list[float]
     worst_load: list[float]
-    """Largest expert load (max/mean) of the MoE layers; empty without MoE layers."""
+    """Largest expert load (max/mean) of the MoE layers, or empty without MoE layers."""
     mean_load: list[float]
-    """Mean expert load (max/mean) of the MoE layers; empty without MoE layers."""
+    """Mean expert load (max/mean) of the MoE layers, or empty without MoE layers."""
     tokens: int
     """Total trained tokens."""
     is_reward: bool = False
@@ -49,7 +49,7 @@ class Curves:
 def plot_loss(run_dir: Path) -> Path:
     """Plot RUN_DIR/metrics.jsonl to RUN_DIR/loss.png, and return its path.
 
-    The upper panel shows training loss, smoothed loss and evaluations; below are the gradient norm with the learning
+    The upper panel shows training loss, smoothed loss and evaluations. Below are the gradient norm with the learning
     rate and, for MoE models, the expert balance.
 
     Raises:
@@ -82,7 +82,7 @@ def plot_loss(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run; invalid lines are skipped. Raise ConfigError if the folder has no metrics."""
+    """Read the curves of a run. Invalid lines are skipped. Raise ConfigError if the folder has no metrics."""
     lines = read_records(run_dir)
     records = [line for line in lines if line["step"] > 0]
     if not records:
@@ -109,7 +109,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def smooth(values: list[float], half_window: int) -> list[float]:
-    """Return a centred moving average with up to `half_window` neighbours on each side; NaN values are excluded.
+    """Return a centred moving average with up to `half_window` neighbours on each side. NaN values are excluded.
 
     A centred window does not lag a falling loss. It shrinks on both sides near the start, and becomes one-sided
     at the end, where the newest values matter.

@@ -15,11 +15,11 @@ NONFINITE = "nonfinite"
 MAX_STEP = 2**53
 """Largest step number that float64 represents exactly."""
 MAX_VALUE = 1e300
-"""Largest magnitude of a measurement; sums of larger values overflow."""
+"""Largest magnitude of a measurement. Sums of larger values overflow."""
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Return whether a value is the number of a step; 0 means the weights before the first step."""
+    """Return whether a value is the number of a step. 0 means the weights before the first step."""
     return type(value) is int and 0 <= value <= MAX_STEP
 
 
@@ -33,7 +33,7 @@ def parse_step(text: str | bytes) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each line of a metrics file, without its newline, with its record; None for an invalid (truncated) line.
+    """Yield each line of a metrics file, without its newline, with its record, or None for an invalid (truncated) line.
 
     A missing file yields nothing.
 
@@ -54,24 +54,24 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a run, including the evaluation before the first step; raise as `read_lines`."""
+    """Return the valid lines of a run, including the evaluation before the first step. Raise as `read_lines`."""
     return [record for _, record in read_lines(run_dir / METRICS_FILE) if record is not None]
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's training steps; raise ConfigError if the file cannot be read."""
+    """Return the lines of a run's training steps. Raise ConfigError if the file cannot be read."""
     return [record for record in read_records(run_dir) if record["step"] > 0]
 
 
 def finite_number(value: Any) -> float:
-    """Return a measurement as float; NaN for a value of another type or a too large number."""
+    """Return a measurement as float, or NaN for a value of another type or a too large number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:
         return math.nan
     return float(value)
 
 
 def value_of(record: Mapping[str, Any], path: str) -> float:
-    """Return a number of a line by its path, "rl.reward"; NaN if it is missing, or was not finite."""
+    """Return a number of a line by its path, "rl.reward", or NaN if it is missing, or was not finite."""
     section, _, name = path.rpartition(".")
     values = record.get(section) if section else record
     return finite_number(values.get(name)) if isinstance(values, Mapping) else math.nan

@@ -26,7 +26,7 @@ SHORT_RUN_STEPS = 100
 PLAIN_INTERVAL_S = 5.0
 """Approximate time between plain lines of a longer run. The interval in steps is fixed."""
 TIMED_STEPS = 10
-"""Number of first steps; the fastest of them determines the interval, because a run may start slowly."""
+"""Number of first steps. The fastest of them determines the interval, because a run may start slowly."""
 PLAIN_WIDTH = 120
 """Width of a plain line in columns."""
 COMMAND_LABELS = ("next:", "or ", "curves:")
@@ -46,13 +46,13 @@ class Progress:
 
     Args:
         steps: last step of the run.
-        first_step: first step of this process, 1-based; more than 1 after a resume.
+        first_step: first step of this process, 1-based. It is above 1 after a resume.
         stream: output stream. A terminal shows a live line, other streams plain lines. A short run has a line for every
             step. A long run has a line every few seconds, at a fixed interval in steps, and always for the first, the
             last and evaluated steps.
         line: formatter of the steps.
         clock: clock for step times and line intervals.
-        on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
+        on_broken_pipe: called when the reader of the stream has closed it. Later output is discarded.
     """
 
     _display: "PlainDisplay | LiveDisplay"
@@ -197,7 +197,7 @@ class LiveDisplay:
         self._live.start(refresh=True)
 
     def show(self, values: Mapping[str, Any], time_left_s: float, *, is_milestone: bool) -> None:
-        """Redraw the live line, rate-limited; print the line of a step with an evaluation above it."""
+        """Redraw the live line, rate-limited. Print the line of a step with an evaluation above it."""
         self._pending = self._line.format(values, time_left_s, self._console.width)
         if values["eval_loss"] is not None:
             self._eval_loss = values["eval_loss"]

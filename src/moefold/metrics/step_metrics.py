@@ -19,7 +19,7 @@ from moefold.units import GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoELayerMetrics:
-    """Metrics of one MoE layer over the global batch; loads are routed tokens before drops."""
+    """Metrics of one MoE layer over the global batch. Loads are routed tokens before drops."""
 
     layer: int
     load: float
@@ -52,7 +52,7 @@ class MoELayerMetrics:
             counts: routed tokens of each expert.
             entropy: sum over tokens.
             losses: aux loss and z-loss, including coefficients.
-            bias: bias of each expert; empty: no bias.
+            bias: bias of each expert. Empty: no bias.
             zero_counts: routed tokens of each zero-computation expert.
         """
         counts_E = np.asarray(counts, dtype=np.float64)
@@ -77,7 +77,7 @@ class MoELayerMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMetrics:
-    """Agreement of the data-parallel replicas in one checked step; fields are None for a single replica.
+    """Agreement of the data-parallel replicas in one checked step. Fields are None for a single replica.
 
     A dispersion is standard deviation over mean. Loss and dense gradients are compared between the dp replicas, expert
     gradients between the edp replicas. A trend indicates a fault: divergence raises the dispersions and lowers the
@@ -103,7 +103,7 @@ class ReplicaMetrics:
     ) -> Self:
         """Compute the metrics from losses and gradient dot products of the replicas.
 
-        The metrics describe losses and gradients per sample; replicas with only padding are ignored.
+        The metrics describe losses and gradients per sample. Replicas with only padding are ignored.
 
         Args:
             losses: loss of each replica, in any common unit, [dp].
@@ -165,7 +165,7 @@ NUM_TIMES = 3
 
 
 def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
-    """Compute `metrics.definitions.RANK_TIMES` from times, [ranks, (own, data, wait)]; None if all are 0."""
+    """Compute `metrics.definitions.RANK_TIMES` from times, [ranks, (own, data, wait)]. Return None if all are 0."""
     if not times.any():
         return None
     compute = times[:, COMPUTE]
@@ -184,7 +184,7 @@ _PROCESS_STATUS = Path("/proc/self/status")
 
 
 def peak_memory_gib(device_type: str) -> float:
-    """Return the peak memory of this process in GiB, since it started; `device_type` is "cuda" or "cpu".
+    """Return the peak memory of this process in GiB, since it started. `device_type` is "cuda" or "cpu".
 
     On `cuda` this is the peak of allocated tensor bytes on the current device (`torch.cuda.max_memory_allocated`),
     which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers need
@@ -235,7 +235,7 @@ class Stragglers:
         self._reported: set[int] = set()
 
     def update(self, times: Array) -> list[dict[str, Any]]:
-        """Add the times of one step, [ranks, (own, data, wait)]; return a record for each newly detected rank."""
+        """Add the times of one step, [ranks, (own, data, wait)], and return a record for each newly detected rank."""
         if not times.any():
             return []
         compute = times[:, COMPUTE]

@@ -44,7 +44,7 @@ def check_trackers(metrics: MetricsConfig) -> None:
 def tracker_starters(
     run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]
 ) -> "dict[str, Callable[[], Tracker]]":
-    """Return functions that start the trackers that the recipe enables, by name; `config` is logged with the curves."""
+    """Return functions that start the trackers that the recipe enables, by name. `config` is logged with the curves."""
     starters: dict[str, Callable[[], Tracker]] = {}
     if metrics.tensorboard:
         starters["TensorBoard"] = partial(TensorBoardTracker, run_dir, metrics, resume_step=resume_step, config=config)
@@ -143,7 +143,7 @@ def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
-    """Return mean and maximum over the MoE layers (NaN if a value is NaN); {} if no layer has a value."""
+    """Return mean and maximum over the MoE layers (NaN if a value is NaN), or {} if no layer has a value."""
     if not values:
         return {}
     scalars = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}

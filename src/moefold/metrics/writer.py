@@ -48,7 +48,7 @@ class AuxiliaryOutputs:
     def attempt(
         self, name: str, write: Callable[[], Result], errors: tuple[type[Exception], ...] = (Exception,)
     ) -> Result | None:
-        """Call a function that writes to an output, unless that has failed before; return its result, or None.
+        """Call a function that writes to an output, unless that has failed before, and return its result, or None.
 
         Args:
             name: the output, for the message: a file of the run folder, or a tracker.
@@ -71,14 +71,14 @@ class AuxiliaryOutputs:
 
 
 class MetricsWriter:
-    """Writer that appends each step to RUN_DIR/metrics.jsonl and logs it to the trackers; used on one rank only.
+    """Writer that appends each step to RUN_DIR/metrics.jsonl and logs it to the trackers, on one rank only.
 
     Opening removes `removed_lines` lines: lines after `resume_step`, whose steps a killed run repeats after its last
     checkpoint, and a line that the kill truncated.
 
     Args:
-        run_dir: folder of the run; created if missing.
-        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
+        run_dir: folder of the run. It is created if missing.
+        resume_step: step of the checkpoint that the run continues from. 0 for a new run.
         config: the resolved recipe, for trackers that show it.
         outputs: reports an output that fails and disables it.
     """
@@ -188,7 +188,7 @@ def to_record(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
-    """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
+    """Return a JSON-serialisable value. Record NaN and infinities in `nonfinite` under their full names."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
@@ -202,7 +202,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
 
 
 def truncate_metrics(path: Path, last_step: int) -> int:
-    """Remove steps after `last_step` and invalid lines from a metrics file, atomically; return their number."""
+    """Remove steps after `last_step` and invalid lines from a metrics file, atomically, and return their number."""
     kept_lines: list[str] = []
     removed = 0
     for line, record in read_lines(path):
@@ -233,7 +233,7 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 FAULTS_FILE = "faults.jsonl"
-"""Name of the fault log in the run folder; absent before the first fault."""
+"""Name of the fault log in the run folder. It is absent before the first fault."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """Name of the file of rollouts in the run folder: one JSON object per rollout."""
 MISMATCH_FILE = "mismatch.jsonl"
@@ -241,7 +241,7 @@ MISMATCH_FILE = "mismatch.jsonl"
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Append one fault, with the time in seconds since 1970; NaN and infinities are written as strings."""
+    """Append one fault, with the time in seconds since 1970. NaN and infinities are written as strings."""
     line = json.dumps({"time_s": round(time.time(), 3), **{key: to_json_value(value) for key, value in record.items()}})
     with (run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")

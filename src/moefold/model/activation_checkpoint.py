@@ -30,7 +30,7 @@ class OutputCheckpoint(Protocol):
         """Provide function(*tensors) to the operations inside the context.
 
         Args:
-            function: takes only these tensors, which include the weights that it uses; does not communicate.
+            function: takes only these tensors, which include the weights that it uses, and does not communicate.
         """
 
 
@@ -42,7 +42,7 @@ def no_checkpoint(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[
 
 @contextmanager
 def checkpoint_without_output(function: TensorFunction, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Discard the outputs; recompute them once, when the first consumer's backward needs them."""
+    """Discard the outputs. Recompute them once, when the first consumer's backward needs them."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         yield function(*tensors)
         return
@@ -66,7 +66,7 @@ def checkpoint_wrapper(function: Function) -> Function:
 
 
 def checkpoint_resumable(function: Function, on_yield: Callable[[], None]) -> Function:
-    """Wrap a function, plain or resumable, like `checkpoint_wrapper`; the recomputation runs to its end.
+    """Wrap a function, plain or resumable, like `checkpoint_wrapper`. The recomputation runs to its end.
 
     torch's checkpoint stops at the last saved tensor, which may come before a collective on one rank and after it on
     another. Its saved-tensor hooks would also catch operations that run between the yields.
@@ -106,7 +106,7 @@ class _ResumableCheckpoint:
         return self, self._num_saved - 1
 
     def unpack(self, number: int) -> Tensor:
-        """Return the tensor of that number; only once."""
+        """Return the tensor of that number, only once."""
         if number not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(number)
@@ -131,7 +131,7 @@ class _ResumableCheckpoint:
 
 
 def _advance(resumable: Resumable[Tensor], pack: Callable[[Tensor], None]) -> bool:
-    """Run one step and pack its saved tensors with `pack`; return True if no step was left."""
+    """Run one step and pack its saved tensors with `pack`, and return True if no step was left."""
     with saved_tensors_hooks(pack, _refuse_unpack):
         return next(resumable, _END) is _END
 
@@ -183,7 +183,7 @@ class _RecomputeContext:
         return pack
 
     def recompute(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return (inputs, outputs) connected by a graph; computed on the first call."""
+        """Return (inputs, outputs) connected by a graph. Computed on the first call."""
         if self._recomputed is None:
             self._recomputed = self.run_with_graph(self.ctx().saved_tensors)
         return self._recomputed

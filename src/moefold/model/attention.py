@@ -52,9 +52,9 @@ class AttentionMaskSpec:
     """
 
     window: int = 0
-    """Sliding window: maximum number of keys of a query, its own included; 0: no limit."""
+    """Sliding window: maximum number of keys of a query, its own included. 0: no limit."""
     documents: PackedDocuments | None = None
-    """Documents of the whole samples; None if a sample is one document."""
+    """Documents of the whole samples, or None if a sample is one document."""
 
     def needs_mask(self, seq_len: int) -> bool:
         """Return whether these limits may mask causal keys of a sample of this length."""
@@ -122,7 +122,7 @@ class AttentionMaskSpec:
             keys: positions of the keys, int64 [Sk].
 
         Returns:
-            bool [B, Sq, Sk]; [1, Sq, Sk] where all samples have the same mask. A row may be empty.
+            bool [B, Sq, Sk], or [1, Sq, Sk] where all samples have the same mask. A row may be empty.
         """
         first_SB = torch.zeros_like(queries)[:, None] if self.documents is None else self.documents.starts_SB[queries]
         if self.window:
@@ -131,7 +131,7 @@ class AttentionMaskSpec:
 
 
 class TokenMixer(nn.Module, ABC):
-    """Base class of the attention of a layer, softmax or linear; head counts follow the local weights.
+    """Base class of the attention of a layer, softmax or linear. Head counts follow the local weights.
 
     `parallelize` replaces `sequence_parallel` (sequence parallelism), `wgrad_store` (backward pass split in two) and
     `kernels`.
@@ -140,7 +140,7 @@ class TokenMixer(nn.Module, ABC):
     selects_keys: ClassVar[bool] = False
     """True if each query attends to selected keys: `forward` then takes a `Selection`."""
     fused_refusal: ClassVar[str] = "a layer of another class"
-    """Reason why no kernel for whole layers computes this class; "" if a kernel does, see `fused_block.py`."""
+    """Reason why no kernel for whole layers computes this class, or "" if a kernel does, see `fused_block.py`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class TokenMixer(nn.Module, ABC):
 
         Args:
             x: [S/(cp*tp), B, H].
-            rope: RoPE of the S/cp tokens of this rank's context shard; `NoRope` in a layer without RoPE.
+            rope: RoPE of the S/cp tokens of this rank's context shard, or `NoRope` in a layer without RoPE.
 
         Returns:
             [S/(cp*tp), B, H].
@@ -167,10 +167,10 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def close_caches(self) -> None:
-        """Attend to the tokens of each pass only, as before `open_caches`; no effect without caches."""
+        """Attend to the tokens of each pass only, as before `open_caches`. Without caches it has no effect."""
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
-        """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
+        """Set this rank's number among the `tp` ranks that share the heads, without effect if no ranks share heads."""
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
         """Yield further reasons against that kernel and whether each holds. A check may rely on earlier checks."""
@@ -211,7 +211,7 @@ class SelfAttention(TokenMixer):
         self._core_without_cache, self.core_attention = self.core_attention, cache
 
     def close_caches(self) -> None:
-        """Restore `core_attention`; see base class."""
+        """Restore `core_attention`. See base class."""
         if self._core_without_cache is not None:
             self.core_attention, self._core_without_cache = self._core_without_cache, None
 
@@ -220,7 +220,7 @@ class SelfAttention(TokenMixer):
         return core.key_width, core.value_width
 
     def limit_to_chunks(self, chunk_size: int) -> None:
-        """Let each token attend within its chunk of `chunk_size` tokens of its document; 0: no chunks."""
+        """Let each token attend within its chunk of `chunk_size` tokens of its document. 0: no chunks."""
         self.chunk_size = chunk_size
         self.core_attention = CausalAttention(self.window, chunk_size)
 
@@ -250,12 +250,12 @@ class CoreAttention(Protocol):
         """Compute softmax attention.
 
         Args:
-            q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
+            q: queries, [S, B, A, D], any strides. S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            documents: documents of the *whole* samples on every rank; None if a sample is one document.
-            sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
-            scale: factor of the scores; None: 1/sqrt(D).
+            documents: documents of the *whole* samples on every rank, or None if a sample is one document.
+            sinks: a logit for each query head that takes part in the softmax, [A]. See `fold_in_sinks`.
+            scale: factor of the scores. None: 1/sqrt(D).
 
         Returns:
             [S, B, A, D].
@@ -291,7 +291,7 @@ class CausalAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend as a `CoreAttention`; G divides A. SDPA returns a view of a tensor with the batch outermost."""
+        """Attend as a `CoreAttention`. G divides A. SDPA returns a view of a tensor with the batch outermost."""
         documents = self._chunks.divide(documents, len(q), q.shape[1], q.device)
         if (
             documents is not None
@@ -350,7 +350,7 @@ class CausalAttention:
 
 
 def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
-    """Return whether one attention call for each document is faster than a mask; only on a CPU."""
+    """Return whether one attention call for each document is faster than a mask, which is so only on a CPU."""
     num_documents = sum(len(bounds) - 1 for bounds in documents.bounds.of_samples)
     return q.device.type == "cpu" and MIN_LONG_DOCUMENT_TOKENS * num_documents <= q.shape[0] * q.shape[1]
 

@@ -1,4 +1,4 @@
-"""Layers of a transformer: attention and a feed-forward network on a residual stream; and the settings they read."""
+"""Layers of a transformer: attention and a feed-forward network on a residual stream, and their settings."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +64,7 @@ class LayerInputs:
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `model.residual` sets the places of the norms; missing norms are None.
+    `model.residual` sets the places of the norms. Missing norms are None.
 
     `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
@@ -240,14 +240,14 @@ class Shortcut:
 
 
 def _new_selection() -> "Selection":
-    """Return an empty selection; only a model with sparse attention imports its module."""
+    """Return an empty selection. Only a model with sparse attention imports its module."""
     from moefold.model.indexer import Selection
 
     return Selection()
 
 
 class Selections:
-    """The selection of the current layer and of the layers that share it; selections of earlier layers are freed."""
+    """The selection of the current layer and of the layers that share it. Selections of earlier layers are freed."""
 
     def __init__(self) -> None:
         self._source = -1

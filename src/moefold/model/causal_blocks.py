@@ -59,16 +59,16 @@ class BlockAttention(ABC):
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend; see `CoreAttention` for the shapes. Communicates over cp."""
+        """Attend. See `CoreAttention` for the shapes. Communicates over cp."""
         documents = self._chunks.divide(documents, len(q) * self.cp.size, q.shape[1], q.device)
         mask_spec = AttentionMaskSpec(self._window, documents)
         return _AttendInBlocks.apply(scale_queries(q, scale), torch.stack((k, v), 1), sinks, self, mask_spec)
 
     @abstractmethod
     def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Start to exchange keys and values, [S/cp, 2, B, G, D]; return what other ranks sent, with its chunks.
+        """Start to exchange keys and values, [S/cp, 2, B, G, D], and return what other ranks sent, with its chunks.
 
-        Communicates over cp; the caller attends to its own keys meanwhile.
+        Communicates over cp. The caller attends to its own keys meanwhile.
         """
 
     @abstractmethod
@@ -255,7 +255,7 @@ class BlockGradients:
             accumulate_kv_grads(self.local_dkv, self.block_grads(kv, blocks.local_chunks))
 
     def block_grads(self, kv: Tensor, chunks: Sequence[int]) -> Iterator[tuple[PastBlock, Tensor, Tensor]]:
-        """Add the gradient of each block to dq; yield the block with its dk and dv."""
+        """Add the gradient of each block to dq, and yield the block with its dk and dv."""
         for block in self._blocks.past_blocks(chunks):
             grad_out, q, out, lse = (block.queries(x) for x in self._query_tensors)
             k, v = block.keys_and_values(kv)

@@ -31,9 +31,9 @@ class WeightGradSink:
     """Destination of the weight gradients of one call of an autograd function."""
 
     wgrad_store: WeightGradStoreProtocol | None = None
-    """Store of the delayed weight gradients; None if autograd gets all weight gradients."""
+    """Store of the delayed weight gradients, or None if autograd gets all weight gradients."""
     tracked_weights: tuple[Tensor, ...] = ()
-    """The differentiable weights; autograd gets detached copies if their gradients are delayed."""
+    """The differentiable weights. Autograd gets detached copies if their gradients are delayed."""
 
     @property
     def is_delayed(self) -> bool:
@@ -41,7 +41,7 @@ class WeightGradSink:
         return self.wgrad_store is not None
 
     def resolve(self, compute: Callable[[], Sequence[Tensor | None]], num_weights: int) -> Sequence[Tensor | None]:
-        """Compute the weight gradients now, or store `compute` for later; return the gradients for autograd.
+        """Compute the weight gradients now, or store `compute` for later, and return the gradients for autograd.
 
         Args:
             compute: returns the gradient of each weight, None for an absent weight.

@@ -69,7 +69,7 @@ class DeltaAttention(LinearAttention):
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, Tensor]:
-        """Compute convolution, recurrence and gated norm of q, k, v, the gate, a and b; see base class."""
+        """Compute convolution, recurrence and gated norm of q, k, v, the gate, a and b. See base class."""
         gate, a, b = projected[3:]
         weight_CK, a_log, dt_bias = weights
         convolved = self.convolved(projected)

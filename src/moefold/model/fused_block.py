@@ -1,4 +1,4 @@
-"""Layers that one kernel computes as a whole in the passes of a decoder; see `ops.decode`."""
+"""Layers that one kernel computes as a whole in the passes of a decoder. See `ops.decode`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def supports_fused(block: nn.Module) -> bool:
 
 
 def fused_unsupported_reason(block: nn.Module) -> str:
-    """Return the reason why `FusedBlock` does not compute a layer, for the log; "" if it does.
+    """Return the reason why `FusedBlock` does not compute a layer, for the log, or "" if it does.
 
     It computes grouped-query attention and SwiGLU, only in layers of the classes, parameters and kernels that it
     supports.
@@ -139,7 +139,7 @@ class FusedBlock:
         return run_modules()
 
     def _dry_run(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return a run whose choices of experts are not recorded; the rows that it caches are written again."""
+        """Return a run whose choices of experts are not recorded. The rows that it caches are written again."""
 
         def trial() -> None:
             with _unrecorded(self._ffn):
@@ -178,7 +178,7 @@ class FusedBlock:
             self.override.apply(ids_RK, self._current_pass.single_sample)
 
     def single_call(self, num_rows: int) -> "CDecodeLayer | None":
-        """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
+        """Return the layer if the kernel computes it in one call for a number of rows. None before the first pass."""
         if not self._chooses:
             return None
         is_chosen = self._choice is None or self._choice.has_chosen_fused(self._kind, num_rows)
@@ -243,7 +243,7 @@ class FusedHead:
     """Logits of the rows of a decoder's pass whose next token is drawn, by the kernel of its layers.
 
     Args:
-        head: a head that `supports_fused_head`; its weights must not change as long as this object is used.
+        head: a head that `supports_fused_head`. Its weights must not change as long as this object is used.
     """
 
     def __init__(self, head: Head, kernel: "CDecode") -> None:

@@ -45,9 +45,9 @@ class Head(nn.Module):
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
         self.picked_rows_N: Tensor | None = None
-        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp; None: all."""
+        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp. None: all."""
         self.fused: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates; None: by modules."""
+        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates. None: by modules."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""
@@ -78,11 +78,11 @@ class Head(nn.Module):
         chunk: int = 0,
         softmax: SoftmaxOptions = PLAIN_SOFTMAX,
     ) -> TokenLosses:
-        """Compute the values of each token that losses combine (`TokenLosses`); labels int64 [S/cp, B].
+        """Compute the values of each token that losses combine (`TokenLosses`), for labels int64 [S/cp, B].
 
         Args:
             x: normalised hidden states, `[S/(cp*tp), B, H]`.
-            chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
+            chunk: tokens whose logits are in memory at a time. 0 or too many: all, without recomputation.
         """
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
@@ -103,7 +103,7 @@ class Head(nn.Module):
         return chunked_token_losses(x_all, weight_shard, labels, options, self._bias_shard(x))
 
     def _gathered_input(self, x: Tensor) -> Tensor:
-        """Return the input of the projection, whose factor divides the logits; all-gather over tp."""
+        """Return the input of the projection, whose factor divides the logits, by an all-gather over tp."""
         x = self.sequence_parallel.gather(x)
         if self.picked_rows_N is not None:
             x = x[self.picked_rows_N]
@@ -130,7 +130,7 @@ class ModelOutput:
 
     Args:
         hidden: normalised hidden states, `[S/(cp*tp), B, H]`.
-        chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
+        chunk: tokens whose logits `cross_entropy` has in memory at a time. 0: all.
         is_training: False in evaluation, whose loss has no terms that only regularise.
     """
 
@@ -171,11 +171,11 @@ class ModelOutput:
 
     @property
     def context_parallel(self) -> ContextParallel:
-        """The ranks that share the samples of this micro-batch; a loss sums over their tokens by `sum_over_context`."""
+        """The ranks that share the samples of this micro-batch. A loss sums over their tokens by `sum_over_context`."""
         return self._head.context_parallel
 
     def logits(self) -> Tensor:
-        """Compute the logits over the whole vocabulary, [B, S/cp, V]; all-gather over tp.
+        """Compute the logits over the whole vocabulary, [B, S/cp, V], by an all-gather over tp.
 
         They are in float32 at least, and are all in memory: `cross_entropy` needs less.
         """

@@ -67,7 +67,7 @@ class LightningIndexer(nn.Module):
         self.shards = SampleShards()
         self.stage: IndexerStage = "sparse"
         self.loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
-        """This rank's part of the loss of the step, with its coefficient; a micro-batch counts when its gradient
+        """This rank's part of the loss of the step, with its coefficient. A micro-batch counts when its gradient
         passes: once, also if its forward pass is recomputed."""
         self._coefficient = 0.0
         self._loss_scale = 1.0
@@ -147,7 +147,7 @@ class LightningIndexer(nn.Module):
         return VisibleKeys(starts_SB.int(), stops_SB.int())
 
     def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
-        """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
+        """Select the keys of all queries of the context shard, int32 [S/cp, B, K], by an all-gather over tp."""
         local_rows = self.sequence_parallel.local_rows
         visible_rows = VisibleKeys(local_rows(visible.starts_SB), local_rows(visible.stops_SB))
         return self.sequence_parallel.gather(select_keys(index, visible_rows, self.top_k))
@@ -160,11 +160,11 @@ class LightningIndexer(nn.Module):
         sums_SBK: Tensor,
         documents: PackedDocuments | None,
     ) -> Tensor:
-        """Return the attended values with the loss over the selected keys; a reduce-scatter over tp.
+        """Return the attended values with the loss over the selected keys, by a reduce-scatter over tp.
 
         Args:
             attended: output of attention. Its gradient is unchanged.
-            index: projections of this rank's own queries; None where the indexer does not learn.
+            index: projections of this rank's own queries, or None where the indexer does not learn.
             selected_SBK: keys of the queries of the context shard, [S/cp, B, K].
             sums_SBK: attention probabilities summed over this rank's heads.
             documents: with the weights of the tokens, if there is padding.
@@ -187,7 +187,7 @@ class LightningIndexer(nn.Module):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor | None:
-        """Return this rank's part of the loss over all visible keys; None where the indexer does not learn.
+        """Return this rank's part of the loss over all visible keys, or None where the indexer does not learn.
 
         A reduce-scatter over tp for each block of queries.
 
@@ -254,7 +254,7 @@ class Selection:
         self._indexer: LightningIndexer | None = None
         self._selected: Tensor | None = None
         self.index: IndexTensors | None = None
-        """Projections for the losses of all layers; None where the indexer does not learn."""
+        """Projections for the losses of all layers, or None where the indexer does not learn."""
         self.dense_loss: Tensor | None = None
         """In the warm-up, the loss of the layer that runs, which `attach_dense_loss` takes."""
 
@@ -263,8 +263,8 @@ class Selection:
         """Return the selection of a layer.
 
         Args:
-            indexer: indexer of the layer; None if an earlier layer selects.
-            shared: selection that several layers share; None if no other layer reads it.
+            indexer: indexer of the layer, or None if an earlier layer selects.
+            shared: selection that several layers share, or None if no other layer reads it.
         """
         selection = shared or Selection()
         selection._indexer = indexer or selection._indexer
@@ -295,7 +295,7 @@ class Selection:
         rope: Rope | NoRope,
         visible: VisibleKeys,
     ) -> None:
-        """Select keys, if the layer has an indexer; communicates over tp and cp.
+        """Select keys, if the layer has an indexer. It communicates over tp and cp.
 
         Args:
             inputs: inputs of the layer and of the indexer's queries, [S/(cp*tp), B, ...].

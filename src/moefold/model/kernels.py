@@ -35,7 +35,7 @@ SoftmaxKernel = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of all layers; None means the torch operations."""
+    """The kernels of all layers. None means the torch operations."""
 
     expert_ops: ExpertOps = TORCH_EXPERT_OPS
     """Ops of the routed experts."""
@@ -52,9 +52,9 @@ class Kernels:
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
     qk_norm_rope: "CompiledQKNormRope | None" = None
-    """QK norm of each head together with RoPE; None: one after the other."""
+    """QK norm of each head together with RoPE. None: one after the other."""
     expert_activation: ExpertActivation | None = None
-    """Activation of routed experts; None: the activation that the experts were built with."""
+    """Activation of routed experts. None: the activation that the experts were built with."""
     attention: "CAttention | None" = None
     """Causal attention of layers without context parallelism."""
     linear_attention: "ChunkKernel | None" = None
@@ -64,11 +64,11 @@ class Kernels:
     paged_attention: "CPagedAttention | None" = None
     """Attention of decoding, to the pages of a cache."""
     page_reader: "FlashPages | None" = None
-    """Attention of decoding on CUDA, to the pages of a cache; None if these are gathered."""
+    """Attention of decoding on CUDA, to the pages of a cache, or None if these are gathered."""
     decode: "CDecode | None" = None
-    """Whole layers of decoding; None: the modules, one after another."""
+    """Whole layers of decoding. None: the modules, one after another."""
     decode_choice: DecodeChoice | None = None
-    """Numbers of rows that `decode` computes; None: all, with the bits of the other kernels."""
+    """Numbers of rows that `decode` computes. None: all, with the bits of the other kernels."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM

@@ -25,13 +25,13 @@ class PassRows:
     positions_R: Tensor
     """Position of each row in its sample, int64 [R]."""
     tables_NP: Tensor
-    """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
+    """Pages of each segment in the order of positions, int32 [segments, pages of the longest], or 0 after the last."""
     counts: Sequence[int]
     """Rows of each segment, [segments]."""
     last_positions: Sequence[int]
     """Position of the last row of each segment, [segments]. The host knows it without a wait for the device."""
     state_slots_N: Tensor | None = None
-    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None if no layer has states."""
+    """Slot of each segment's state in `RecurrentStates`, int64 [segments], or None if no layer has states."""
     num_state_slots: int = 0
     """Largest slot of a state, plus 1."""
 
@@ -89,7 +89,7 @@ class PassRows:
 
 
 class CurrentPass:
-    """The rows of the pass that runs; shared by all layers."""
+    """The rows of the pass that runs. All layers share them."""
 
     single_sample = torch.zeros(1, dtype=torch.int64)
     """The sample ids of a pass, whose rows count as one sample."""
@@ -126,19 +126,19 @@ class LayerCache:
     """Base class of the cache of a layer, which keeps the data of earlier tokens while a model generates."""
 
     page_path = ""
-    """Description of how attention on CUDA read the pages in the last pass with rows; "" on CPUs and before that."""
+    """Description of how attention on CUDA read the pages in the last pass with rows, or "" on CPUs and before that."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache; 0 before the first pass."""
+        """Bytes of the cache, or 0 before the first pass."""
         raise NotImplementedError
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return the `page_path` of a pass with queries [R, A, D], keys [R, G, D] and values [R, G, Dv]; R may be 0."""
+        """Return the `page_path` of a pass with queries [R, A, D], keys [R, G, D] and values [R, G, Dv]. R may be 0."""
         return ""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each; no effect on a cache without pages."""
+        """Copy pages, int64 [n] each, without effect on a cache without pages."""
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
         """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""

@@ -12,7 +12,7 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 
 class LinearBackend(Protocol):
-    """The three GEMMs of a linear layer, for other number formats than the tensors' dtype; no autograd."""
+    """The three GEMMs of a linear layer, for other number formats than the tensors' dtype, without autograd."""
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x @ w.T, [M, N]."""
@@ -82,8 +82,8 @@ def linear(
         x: [..., K].
         weight: [N, K].
         bias: [N].
-        wgrad_store: receives the delayed weight gradient; None if it is computed with the gradient of x.
-        linear_backend: low-precision or other GEMMs; None: torch's, in the dtype of x.
+        wgrad_store: receives the delayed weight gradient, or None if it is computed with the gradient of x.
+        linear_backend: low-precision or other GEMMs. None: torch's, in the dtype of x.
 
     Returns:
         [..., N].

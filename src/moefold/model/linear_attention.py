@@ -57,12 +57,12 @@ class LinearAttention(TokenMixer):
         self.state_cache: RecurrentStates | None = None
 
     def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
-        """Continue from the states of each row's sample; see base class."""
+        """Continue from the states of each row's sample. See base class."""
         self.state_cache = RecurrentStates(current_pass)
         return [self.state_cache]
 
     def close_caches(self) -> None:
-        """Begin from zeros; see base class."""
+        """Begin from zeros. See base class."""
         self.state_cache = None
 
     @abstractmethod
@@ -81,14 +81,14 @@ class LinearAttention(TokenMixer):
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer between its projections; communicates only the initial states.
+        """Compute the layer between its projections. It communicates only the initial states.
 
         Args:
-            projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
+            projected: as `project` returns them, [S, B, ...] each, with segments or samples in B.
 
         Returns:
-            The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states;
-            None without a recurrence.
+            The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states,
+            or None without a recurrence.
         """
 
     def convolved(self, projected: Sequence[Tensor]) -> Tensor | None:
@@ -96,7 +96,7 @@ class LinearAttention(TokenMixer):
         return None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute the layer, as `TokenMixer.forward`; positions have no effect."""
+        """Compute the layer, as `TokenMixer.forward`. Positions have no effect."""
         mixed = self.mix(self.project(x), documents)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(mixed, wo, self.wgrad_store, self.kernels.linear_backend)
@@ -111,7 +111,7 @@ class LinearAttention(TokenMixer):
         return checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
 
     def column_linear(self, x: Tensor, *weights: Tensor, num_unquantized: int = 0) -> list[Tensor]:
-        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each; one all-gather over tp.
+        """Apply projections into the heads to the gathered tokens, [S/cp, B, N/tp] each, by one all-gather over tp.
 
         Args:
             x: [S/(cp*tp), B, K].
@@ -124,7 +124,7 @@ class LinearAttention(TokenMixer):
         )
 
     def low_rank_linear(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        """Apply a projection through a low rank, [S/cp, B, N/tp]; the ranks of tp gather the low-rank product.
+        """Apply a projection through a low rank, [S/cp, B, N/tp]. The ranks of tp gather the low-rank product.
 
         `train.precision` leaves it in the type of x.
         """
@@ -137,7 +137,7 @@ class LinearAttention(TokenMixer):
     def _train(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, starts_SB: Tensor | None
     ) -> Tensor:
-        """Compute `mix` for whole sequences; recomputed in the backward pass."""
+        """Compute `mix` for whole sequences. The backward pass recomputes it."""
         shards = self.shards
         count = shards.num_segments
         num_previous_SB = positions.unsqueeze(1).expand(-1, projected[0].shape[1])
@@ -157,7 +157,7 @@ class LinearAttention(TokenMixer):
         return _join_segments(out, count)
 
     def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: RecurrentStates) -> Tensor:
-        """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
+        """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states, without a gradient."""
         rows = [x.squeeze(1) for x in projected]
         shapes = self.state_shapes(weights)
         out = rows[0].new_zeros(len(rows[0]), local_param(self.wo).shape[1])

@@ -17,11 +17,11 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the local shard of a parameter in the compute dtype.
 
     The gradient of a parameter that is replicated over tp is *partial* on each tp rank, because each computes other
-    tokens or heads; `parallel.gradients.sum_replicated_gradients` sums the parts once in each step. A sharded parameter
+    tokens or heads. `parallel.gradients.sum_replicated_gradients` sums the parts once in each step. A sharded parameter
     gets the gradient of its shard.
 
     Args:
-        dtype: compute dtype; None: the parameter's dtype.
+        dtype: compute dtype. None: the parameter's dtype.
     """
     if isinstance(parameter, DTensor):
         parameter = shard_in_graph(parameter)
@@ -72,7 +72,7 @@ class CastCopy:
     values: Tensor | None = None
     """None until the parameter is first read in another dtype than its own."""
     is_fresh: bool = False
-    """True if the copy has the values of the parameter; if not, a reader casts the parameter."""
+    """True if the copy has the values of the parameter. If not, a reader casts the parameter."""
 
     def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `parameter.to(dtype)` without a cast. The gradient of each use is cast before it is added."""
@@ -119,7 +119,7 @@ class CastCopies:
             self._set_fresh(False)
 
     def drop(self) -> None:
-        """Free the copies; from now on, each use of a parameter casts it."""
+        """Free the copies. From now on, each use of a parameter casts it."""
         for parameter, _ in self._copies:
             delattr(parameter, _COPY)
         self._copies.clear()

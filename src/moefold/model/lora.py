@@ -24,7 +24,7 @@ ReadRegion = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 class LowRankAdapters(nn.Module):
-    """Adapters A, B of the matrices of one module, as parameters `NAME_a` and `NAME_b`; sharded as their matrices."""
+    """Adapters A, B of the matrices of one module, as parameters `NAME_a` and `NAME_b`, sharded as their matrices."""
 
     def __init__(self, weights: Mapping[str, ParamSpec], rank: int, scale: float) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class LowRankAdapters(nn.Module):
         sequence_parallel: SequenceParallel,
         rows: Mapping[str, slice] | None = None,
     ) -> list[Tensor]:
-        """Add the adapters' terms to the outputs of matrices whose outputs are sharded; one all-gather over tp.
+        """Add the adapters' terms to the outputs of matrices whose outputs are sharded, by one all-gather over tp.
 
         Args:
             outputs: output of each matrix, [S/cp, B, N/tp].
-            rows: rows of the local B that a matrix uses; all where it is left out.
+            rows: rows of the local B that a matrix uses. Without it, all.
         """
         adapted = [name for name in names if name in self]
         if not adapted:
@@ -89,7 +89,7 @@ class LowRankAdapters(nn.Module):
         ]
 
     def add_row(self, y: Tensor, x: Tensor, name: str, sequence_parallel: SequenceParallel) -> Tensor:
-        """Add the adapter's term to the output of a matrix whose inputs are sharded; one reduce-scatter over tp.
+        """Add the adapter's term to the output of a matrix whose inputs are sharded, by one reduce-scatter over tp.
 
         Args:
             y: output of the matrix, [S/(cp*tp), B, N].
@@ -106,7 +106,7 @@ class LowRankAdapters(nn.Module):
 
 
 def attach_adapters(model: nn.Module, sizes: ModelConfig, lora: LoraConfig) -> None:
-    """Add the adapters of a recipe to the modules of a stage whose matrices have them; before any axis is applied."""
+    """Add the adapters of a recipe to the modules of a stage whose matrices have them, before any axis is applied."""
     weights = adapted_weights(sizes, lora)
     for prefix, module in list(model.named_modules()):
         matrices = {

@@ -37,7 +37,7 @@ class VocabRange:
     """All-reduce (sum) over the ranks that share the vocabulary."""
 
     def local_rows(self, labels: Tensor, num_rows: int) -> Tensor:
-        """Return the local row of each label, int64 [N], out of `num_rows`; -1 for a label of another rank."""
+        """Return the local row of each label, int64 [N], out of `num_rows`, or -1 for a label of another rank."""
         row_N = labels.flatten() - self.start
         return row_N.where((row_N >= 0) & (row_N < num_rows), -1)
 
@@ -66,7 +66,7 @@ class TokenLosses(NamedTuple):
     log_normalizer: Tensor
     """Log-sum-exp of the logits. A loss may use both values: their gradients add up in the logits."""
     entropy: Tensor | None
-    """Entropy of the predicted distribution, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
+    """Entropy of the predicted distribution, without a gradient, or None unless `SoftmaxOptions.has_entropy`."""
 
 
 def token_losses(
@@ -76,7 +76,7 @@ def token_losses(
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     softmax: SoftmaxOptions = PLAIN_SOFTMAX,
 ) -> TokenLosses:
-    """Compute the numbers of each token, in float32 (float64 for float64); saves the logits.
+    """Compute the numbers of each token, in float32 (float64 for float64). It saves the logits.
 
     Args:
         logits: [..., rows of this rank].
@@ -252,7 +252,7 @@ def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tens
     """Return the gradients of each token's loss and normalizer, for logits over the temperature.
 
     Returns:
-        [2, N]; [1, N] if the normalizer has no gradient of its own.
+        [2, N], or [1, N] if the normalizer has no gradient of its own.
     """
     grad_loss, grad_normalizer = grads[:2]
     if grad_normalizer is None:
@@ -290,11 +290,11 @@ class _MergedStatistics(NamedTuple):
 def _merge_over_ranks(
     local: RowStatistics, row_N: Tensor, vocab_range: VocabRange, dot_N: Tensor | None
 ) -> _MergedStatistics:
-    """Merge the statistics of all ranks that share the vocabulary; one all-reduce (max) and one (sum).
+    """Merge the statistics of all ranks that share the vocabulary. One all-reduce (max) and one (sum).
 
     Args:
         row_N: row of each label on this rank.
-        dot_N: `exponential_dot` of this rank's rows; None if there is no entropy.
+        dot_N: `exponential_dot` of this rank's rows, or None if there is no entropy.
     """
     top_N = vocab_range.reduce_max(local.top_C)
     share_N = (local.top_C - top_N).exp()

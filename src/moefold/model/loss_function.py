@@ -22,11 +22,11 @@ class LossFunction(Protocol):
         """Names of the terms, for the metrics. Training minimises their sum, which is the metric `loss`."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Compute the terms for this rank's tokens of a micro-batch; the same on every tp rank.
+        """Compute the terms for this rank's tokens of a micro-batch, the same on every tp rank.
 
         Args:
-            output: hidden states of the last stage; token losses and logits on demand.
-            columns: the columns of the batch, such as "labels" and "weights"; see `Batch`.
+            output: hidden states of the last stage, with token losses and logits on demand.
+            columns: the columns of the batch, such as "labels" and "weights". See `Batch`.
 
         Returns:
             The terms, each a weighted sum over tokens, [len(terms)].

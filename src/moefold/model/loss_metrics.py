@@ -21,7 +21,7 @@ class LossMetric:
 
 
 class LossMetricRecorder:
-    """Values that the loss of this rank's last stage records during a step; local, on the device, without gradients.
+    """Values that the loss of this rank's last stage records in a step, on the device, without gradients.
 
     The metrics of a step are summed over the ranks together with the loss terms, see `TrainingStep`.
     """
@@ -43,7 +43,7 @@ class LossMetricRecorder:
         Args:
             name: name of a metric with reduction "mean".
             values: one value for each token or sequence of this rank.
-            mask: bool, in the shape of the values; False values do not count.
+            mask: bool, in the shape of the values. False values do not count.
         """
         assert LossMetric(name, "mean") in self.metrics, name
         sum_and_count = torch.stack((values.double().where(mask, 0.0).sum(), mask.sum().double()))
@@ -57,13 +57,13 @@ class LossMetricRecorder:
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
     def sums(self, device: torch.device) -> Tensor:
-        """Return sum and count of each mean, float64 [means, 2]; zeros for a mean that was not recorded."""
+        """Return sum and count of each mean, float64 [means, 2], or zeros for a mean that was not recorded."""
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         rows = [self._sums.get(name, nothing) for name in self._names("mean")]
         return torch.stack(rows) if rows else nothing.new_zeros(0, 2)
 
     def maxima(self, device: torch.device) -> Tensor:
-        """Return each maximum, float64 [maxima]; -inf for a maximum that was not recorded."""
+        """Return each maximum, float64 [maxima], or -inf for a maximum that was not recorded."""
         lowest = torch.full((), -torch.inf, dtype=torch.float64, device=device)
         values = [self._maxima.get(name, lowest) for name in self._names("max")]
         return torch.stack(values) if values else lowest.new_zeros(0)

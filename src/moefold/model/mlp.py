@@ -25,7 +25,7 @@ class SwiGLU(nn.Module):
         self.lora: LowRankAdapters | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the feed-forward, [S/(cp*tp), B, H] -> same; communicates through `sequence_parallel`."""
+        """Compute the feed-forward, [S/(cp*tp), B, H] -> same. It communicates through `sequence_parallel`."""
         columns = [(local_param(weight, x.dtype), None) for weight in (self.w_gate, self.w_up)]
         gate, up = self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, self.kernels.linear_backend)
         if self.lora is not None:

@@ -37,7 +37,7 @@ def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> 
     """Wrap a plain function or a generator function (`Resumable`), so that each call runs in a context.
 
     Args:
-        begin: called with the arguments of each call when it starts; returns the context, or None to add nothing.
+        begin: called with the arguments of each call when it starts. It returns the context, or None to add nothing.
     """
 
     @wraps(function)

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., size]; no communication."""
+        """Normalise [..., size], without communication."""
         return self.normalize(x, *self.local_parameters(x))[0]
 
     def local_parameters(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class FullWidthQKNorm(nn.Module):
         self.sum_of_squares: Callable[[Tensor], Tensor] = _identity
 
     def forward(self, x: Tensor, weight_slice: slice) -> Tensor:
-        """Normalise [S, B, heads of this rank, D]; communicates through `sum_of_squares`.
+        """Normalise [S, B, heads of this rank, D]. It communicates through `sum_of_squares`.
 
         Args:
             weight_slice: rows of the local weight that belong to these heads.
@@ -82,7 +82,7 @@ class HeadL2Norm(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise queries or keys [S, B, heads, D]; no communication."""
+        """Normalise queries or keys [S, B, heads, D], without communication."""
         if x.device.type == "cpu":
             return cpu_rms_norm(x, x.new_ones(x.shape[-1]), self.eps, self.kernels.norm)
         return F.rms_norm(x, x.shape[-1:], eps=self.eps)
@@ -98,7 +98,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., size]; no communication."""
+        """Normalise [..., size], without communication."""
         return self.normalize(x, *self.local_parameters(x))[0]
 
     def local_parameters(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Paged KV cache (arXiv:2309.06180): attention for passes of any tokens of any samples.
 
 A pass is a flat batch of rows, each a token of some sample at some position: S rows, B = 1. `PagedAttention` replaces a
-layer's `core_attention` and caches keys and values of this rank's heads; `PagedLatents` is the `latent_cache` of latent
+layer's `core_attention` and caches keys and values of this rank's heads. `PagedLatents` is the `latent_cache` of latent
 attention. Keys are cached after RoPE. All rows of a pass are cached before any of them attends, so a chunk of a prompt
 attends to itself.
 """
@@ -35,11 +35,11 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages; 0 before the first pass."""
+        """Bytes of the pages, or 0 before the first pass."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
     def write(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
-        """Write rows; return the pages, [P, positions, G, D]."""
+        """Write rows, and return the pages, [P, positions, G, D]."""
         if self.tensor is None:
             # Zeros: a masked value is multiplied by 0, and uninitialised memory may be NaN.
             self.tensor = new_RGD.new_zeros(*self._shape, *new_RGD.shape[1:])
@@ -72,11 +72,11 @@ class PagedCache(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages; see base class."""
+        """Bytes of the pages. See base class."""
         return sum(pages.nbytes for pages in self._pages)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy the pages of all tensors; see base class."""
+        """Copy the pages of all tensors. See base class."""
         for pages in self._pages:
             pages.copy(source, target)
 
@@ -167,11 +167,11 @@ class PagedAttention(PagedCache):
         return attend_pages(q_RAD, keys, values, rows, self._limits, sinks, scale).unsqueeze(1)
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return how pages are read for heads of these sizes, this dtype and this device; see base class."""
+        """Return how pages are read for heads of these sizes, this dtype and this device. See base class."""
         return self._page_path(self._gather_reason(q, k, v), q.device)
 
     def _page_path(self, reason: str, device: torch.device) -> str:
-        """Return how pages are read; "" where no kernel would read their segments: off CUDA."""
+        """Return how pages are read, or "" where no kernel would read their segments: off CUDA."""
         if self._reader is None and device.type != "cuda":
             return ""
         return f"gathered, as {reason}" if reason else "read by flash attention"
@@ -199,7 +199,7 @@ class PagedLatents(PagedCache):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return the description of gathered latents; see base class."""
+        """Return the description of gathered latents. See base class."""
         return "gathered, as flash attention does not take latents" if q.device.type == "cuda" else ""
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
@@ -226,9 +226,9 @@ class KeyLimits:
     """Limits of the keys of a row in addition to causality."""
 
     window: int = 0
-    """Maximum number of keys of a row, its own included; 0: no limit."""
+    """Maximum number of keys of a row, its own included. 0: no limit."""
     chunk_size: int = 0
-    """Tokens of an attention chunk; 0: no chunks."""
+    """Tokens of an attention chunk. 0: no chunks."""
 
     def mask(self, key_positions_L: Tensor, positions_NS: Tensor) -> Tensor:
         """Return the mask of the keys that each row attends to, bool [N, S, L]."""
@@ -271,7 +271,7 @@ def attend_pages(
         key_pages: [P, positions of a page, G, D].
         value_pages: [P, positions of a page, G, Dv].
         sinks: a logit for each query head that takes part in the softmax, [A].
-        scale: factor of the scores; None: 1/sqrt(D).
+        scale: factor of the scores. None: 1/sqrt(D).
 
     Returns:
         [R, A, Dv].

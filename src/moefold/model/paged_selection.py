@@ -13,7 +13,7 @@ from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
 
 GUESSED_FACTOR = 4
-"""Minimum ratio of cached to selected keys for keeping selections of the last pass; below it, `exact_topk` does not
+"""Minimum ratio of cached to selected keys for keeping selections of the last pass. Below it, `exact_topk` does not
 read them.
 """
 
@@ -59,7 +59,7 @@ class SelectingAttention(SelfAttention):
     selected_keys: "PagedSelection | None" = None
 
     def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
-        """Cache index keys too; see base class. While the indexer warms up, all keys are attended to."""
+        """Cache index keys too. See base class. While the indexer warms up, all keys are attended to."""
         self.selected_keys = PagedSelection(current_pass, size.num_pages, size.page_positions)
         return [*super().open_caches(current_pass, size), self.selected_keys]
 
@@ -88,8 +88,8 @@ class PagedSelection(PagedCache):
         Args:
             index: projections of the pass, with its own keys only.
             key: [R, 1, G, D].
-            value: [R, 1, G, Dv]; None: parts of the keys.
-            window: maximum number of keys that a query sees, its own included; 0: no limit.
+            value: [R, 1, G, Dv]. None: parts of the keys.
+            window: maximum number of keys that a query sees, its own included. 0: no limit.
 
         Returns:
             All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
@@ -101,7 +101,7 @@ class PagedSelection(PagedCache):
         return keys, values, selected.unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer without an indexer; return keys and values; local."""
+        """Cache the tokens of this pass in a layer without an indexer, and return keys and values."""
         slots_R = self._pass.current.slots_R
         keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
         if value is None:
@@ -117,8 +117,8 @@ def select_slots(
     Args:
         index: projections of the rows, [R, 1, ...].
         index_keys: pages of the index keys, [P, positions of a page, D].
-        window: maximum number of keys that a row sees; 0: no limit.
-        last: selections of the last pass, which are replaced; they save time and change no result.
+        window: maximum number of keys that a row sees. 0: no limit.
+        last: selections of the last pass, which are replaced. They save time and change no result.
 
     Returns:
         Slots in the order of positions, then -1, int32 [R, K].
@@ -174,7 +174,7 @@ def select_slots(
 
 
 def _previous_slots(tables_RP: Tensor, positions_R: Tensor, page_positions: int) -> Tensor:
-    """Return the slot of the position before each row's, int64 [R]; -1 for position 0."""
+    """Return the slot of the position before each row's, int64 [R], or -1 for position 0."""
     before_R = (positions_R - 1).clamp(min=0)
     pages_R = tables_RP.gather(1, (before_R // page_positions).unsqueeze(1)).squeeze(1)
     slots_R = pages_R.long() * page_positions + before_R % page_positions

@@ -81,7 +81,7 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
 
 
 def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """Check the shape of the output of a part's module; with a shortcut, also of the routed part after it.
+    """Check the shape of the output of a part's module. With a shortcut, also of the routed part after it.
 
     Raises:
         RunError: the shape is wrong.

@@ -33,9 +33,9 @@ class StateShapes:
     num_previous: int
     """Number of tokens before the next token that the convolutions read, K-1."""
     width: int
-    """Channels of the convolutions, C; 0: none."""
+    """Channels of the convolutions, C. 0: none."""
     state: tuple[int, int, int]
-    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
+    """Value heads, width of a key and width of a value: [A, D, Dv], or zeros without a recurrence."""
 
 
 class _Slots(NamedTuple):
@@ -57,7 +57,7 @@ class RecurrentStates(LayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states; 0 before the first pass."""
+        """Bytes of the states, or 0 before the first pass."""
         return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:

@@ -24,8 +24,8 @@ def build_rope(
 
     Args:
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
-        dtype: dtype of the result; angles are computed in float64.
-        frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy;
+        dtype: dtype of the result. Angles are computed in float64.
+        frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy.
             None: computed and copied.
     """
     if frequencies is None:

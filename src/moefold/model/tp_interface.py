@@ -99,7 +99,7 @@ class SampleShards:
     num_segments = 1
     """Segments of this rank, n."""
     initial_state: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The states before the segments, which count as samples: a batch of n*B; see `InitialState`; None: zeros."""
+    """The states before the segments, which count as samples: a batch of n*B. See `InitialState`. None: zeros."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
@@ -121,7 +121,7 @@ class VocabParallel:
     """Rows of this rank, for the cross-entropy over all rows."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H]; zeros for tokens of other ranks."""
+        """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H], or zeros for tokens of other ranks."""
         return F.embedding(tokens, weight)
 
     def gather(self, logits: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
         self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
-        """All layers together, while the model generates; None: one by one."""
+        """All layers together, while the model generates. None: one by one."""
 
     def set_loss(self, loss: LossFunction) -> None:
         """Set the loss of the last stage. Call it on every stage: all need the names of its terms and metrics."""
@@ -102,13 +102,13 @@ class Transformer(nn.Module):
         self.loss_metrics = LossMetricRecorder(metrics_of(loss))
 
     def set_positions(self, positions: Tensor) -> None:
-        """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
+        """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]. Call before `forward`."""
         self.positions = positions
         self._find_frequencies(positions.device)
         self.rope = self._build_rope(positions)
 
     def set_rope(self, positions: Tensor, rope: Rope) -> None:
-        """Set positions with a known RoPE, such as from `rope_table`; replaces `set_positions`."""
+        """Set positions with a known RoPE, such as from `rope_table`. It replaces `set_positions`."""
         self.positions = positions
         self.rope = rope
 
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage, or hidden states of the previous stage, [S/(cp*tp), B, H].
-            document_bounds: bounds of the documents in the column "document_starts"; None if the CPU reads it.
+            document_bounds: bounds of the documents in the column "document_starts", or None if the CPU reads it.
 
         Returns:
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
     def _loss_terms(
         self, x: Tensor, columns: Mapping[str, Tensor], inputs: LayerInputs, run_block: RunBlock
     ) -> Resumable[Tensor]:
-        """Compute the terms of the loss from the output of the last layer; runs the layers of MTP in training."""
+        """Compute the terms of the loss from the output of the last layer. It runs the layers of MTP in training."""
         x = pass_gradient(x, self.head.norm(x.detach())) if self.is_frozen else self.head.norm(x)
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
@@ -266,7 +266,7 @@ class Transformer(nn.Module):
 
 
 def _run_module(block: Block, *args: Any) -> Resumable[LayerOutput]:
-    """Run a layer with its hooks; yields nothing."""
+    """Run a layer with its hooks. It yields nothing."""
     yield from ()
     return block(*args)
 

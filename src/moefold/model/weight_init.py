@@ -21,7 +21,7 @@ TIME_STEPS = (1e-3, 1e-1)
 
 @torch.no_grad()
 def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Initialise the local shards of all parameters, and zero all buffers; no communication.
+    """Initialise the local shards of all parameters, and zero all buffers, without communication.
 
     Integer buffers keep their dtype. All other buffers become float32, for any dtype of the weights.
 
@@ -96,7 +96,7 @@ def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @torch.no_grad()
 def draw_adapter_outputs(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Draw the local shards of the B of all adapters from a normal distribution with init_std; no communication.
+    """Draw the local shards of the B of all adapters from a normal distribution with init_std, without communication.
 
     With the B of a new run, which is zero, the A of every adapter has a gradient of zero: a comparison of gradients
     would show nothing.

@@ -45,7 +45,7 @@ class PolicyGradientLoss:
     correction: CorrectionPart
     kl_penalty: KlPart
     kl: float = 0.0
-    """Coefficient of the KL penalty; 0: none."""
+    """Coefficient of the KL penalty. 0: none."""
     temperature: float = 1.0
     """Divides the logits, as the sampler does."""
 

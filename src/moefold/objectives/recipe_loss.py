@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
-    """Return the loss of the [align] section; `train.loss` if that section has no loss."""
+    """Return the loss of the [align] section, or `train.loss` if that section has no loss."""
     method = chosen_in(align, AlignmentPart)
     if method.preference is None:
         return chosen_in(train, LossPart)
@@ -62,7 +62,7 @@ ROLLOUT_COLUMNS = (
 
 
 def rollout_loss_problem(loss: LossFunction, rl: RLConfig) -> str:
-    """Return the reason why a loss of a program cannot train on rollouts; empty if it can."""
+    """Return the reason why a loss of a program cannot train on rollouts, or empty if it can."""
     columns = loss_columns(loss)
     if not columns:
         return f"has no attribute `columns`: name the columns that it reads, of {', '.join(ROLLOUT_COLUMNS)}"

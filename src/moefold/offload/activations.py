@@ -200,7 +200,7 @@ class ActivationOffload:
         return run
 
     def _begin_part_run(self) -> PartRun | None:
-        """Start a run of a part; None outside a forward pass with a backward."""
+        """Start a run of a part, or None outside a forward pass with a backward."""
         micro_batch = self._thread_state.micro_batch
         if micro_batch is None:
             return None
@@ -338,7 +338,7 @@ class ActivationOffload:
                 return
 
     def _fetch(self, part_run: PartRun) -> bool:
-        """Start loading offloaded storages and keep resident storages; return whether there are any storages."""
+        """Start loading offloaded storages and keep resident storages, and return whether there are any storages."""
         storages = part_run.live_storages()
         for storage in storages:
             if not self._keep_resident(storage):

@@ -74,7 +74,7 @@ class CopyEngine:
             torch.cuda.set_device(self.device)
 
     def record_event(self) -> Any:
-        """Record an event on the current stream; None on the CPU."""
+        """Record an event on the current stream. Return None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
 
     def host_allocation_bytes(self, num_bytes: int) -> int:
@@ -98,7 +98,7 @@ class CopyEngine:
         return host
 
     def to_host_async(self, data: Tensor, ready: Any, host: Tensor) -> Any:
-        """Start a copy to `host`; return an event for `synchronize`. Keep `data` alive until then."""
+        """Start a copy to `host`, and return an event for `synchronize`. Keep `data` alive until then."""
         if self._d2h_stream is None:
             host.copy_(data)
             return None
@@ -113,7 +113,7 @@ class CopyEngine:
             event.synchronize()
 
     def to_device_async(self, host: Tensor, out: Tensor, ready: Any) -> Any:
-        """Start a copy to `out`; return an event for `wait_event`."""
+        """Start a copy to `out`, and return an event for `wait_event`."""
         if self._h2d_stream is None:
             out.copy_(host)
             return None
@@ -189,7 +189,7 @@ STALE_GROWTH_FACTOR = 1.5
 
 
 class BandwidthMeter:
-    """Bytes and busy time of one direction; thread-safe.
+    """Bytes and busy time of one direction, thread-safe.
 
     Concurrent transfers share the bandwidth, so the busy time is the time while at least one of them runs.
 
@@ -208,7 +208,7 @@ class BandwidthMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of this step, or of earlier steps if it has no transfer yet; infinite if unknown."""
+        """Bandwidth of this step, or of earlier steps if it has no transfer yet. Infinite if unknown."""
         with self._lock:
             return self._bytes / self._busy_s if self._bytes and self._busy_s else self._bytes_per_s
 

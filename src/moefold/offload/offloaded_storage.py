@@ -14,7 +14,7 @@ from moefold.offload.backend import OffloadBackend
 
 
 class OffloadedStorage:
-    """The storage of some saved tensors; used by the training thread, and stored by one I/O thread at a time.
+    """The storage of some saved tensors, used by the training thread, and stored by one I/O thread at a time.
 
     It exists as long as the autograd graph references one of these tensors. A loaded storage stays until then.
 
@@ -29,7 +29,7 @@ class OffloadedStorage:
         self.num_bytes = storage.nbytes()
         self.version = tensor_version(tensor)
         self.part_run: PartRun | None = None
-        """The part run that offloads it; None for a storage that stays on the device."""
+        """The part run that offloads it, or None for a storage that stays on the device."""
         self.is_assigned = False
         self._alias: Tensor | None = tensor.detach()
         self._data: Tensor | None = bytes_of(tensor)
@@ -55,7 +55,7 @@ class OffloadedStorage:
             return True
 
     def keep_resident(self) -> bool:
-        """Cancel storing and keep the memory if it is still resident; return whether it is.
+        """Cancel storing and keep the memory if it is still resident, and return whether it is.
 
         Raises:
             Exception: storing failed unexpectedly.

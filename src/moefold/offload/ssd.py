@@ -38,7 +38,7 @@ class Extent:
 
 
 class FileAllocator:
-    """Best-fit allocator of extents of a file; thread-safe.
+    """Best-fit allocator of extents of a file, thread-safe.
 
     Args:
         limit_bytes: end of the last possible extent.
@@ -59,7 +59,7 @@ class FileAllocator:
             return self._end
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """Allocate an extent of at least `num_bytes` >= 1 bytes; None if there is not enough space."""
+        """Allocate an extent of at least `num_bytes` >= 1 bytes. Return None if there is not enough space."""
         num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._lock:
             self._reclaim()
@@ -111,7 +111,7 @@ class SsdFile:
     has a checksum, so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
 
     Args:
-        folder: folder on the disk; created if needed.
+        folder: folder on the disk, created if needed.
         limit_bytes: largest size of the file.
 
     Raises:

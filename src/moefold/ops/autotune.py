@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 Candidates = Mapping[str, Callable[[], object]]
 CandidateTimes = dict[str, float]
-"""Milliseconds by candidate; infinite for a candidate that raised."""
+"""Milliseconds by candidate, or infinite for a candidate that raised."""
 Times = dict[str, dict[int, CandidateTimes]]
 """Times by operation with its shape, and by octave of the number of rows."""
 NUM_WARMUP_RUNS = 2
@@ -55,7 +55,7 @@ class Autotuner:
         is_enabled: False: always take the first candidate, for bitwise reproducible runs, as the fastest candidate may
             differ between runs.
         num_ranks: ranks that must make the same choices.
-        timer: returns the milliseconds of a candidate; None: by CUDA events.
+        timer: returns the milliseconds of a candidate. None: by CUDA events.
         clock: returns seconds, for `MAX_MEASURING_S`.
     """
 
@@ -150,7 +150,7 @@ class Autotuner:
             return math.inf
 
     def recall(self, times: Times) -> None:
-        """Use recorded times, the same on all ranks; they count only for operations with the same candidates."""
+        """Use recorded times, the same on all ranks. They count only for operations with the same candidates."""
         self._times = times
 
     def settle(self, gather: Callable[[Times], Iterable[Times]]) -> Times:
@@ -160,7 +160,7 @@ class Autotuner:
             gather: returns the measured times of all ranks, in the order of ranks.
 
         Returns:
-            The merged times of all ranks; the same on all ranks.
+            The merged times of all ranks, the same on each.
         """
         measured = merge_times(gather(self._measured))
         for operation, by_octave in measured.items():
@@ -203,7 +203,7 @@ def merge_times(times_of_ranks: Iterable[Times]) -> Times:
 
 
 def _comparable(times: Times, operation: str, names: tuple[str, ...]) -> dict[int, CandidateTimes]:
-    """Return the times of an operation by octave; times of other candidates do not count."""
+    """Return the times of an operation by octave. Times of other candidates do not count."""
     return {octave: times_ms for octave, times_ms in times.get(operation, {}).items() if times_ms.keys() == set(names)}
 
 

@@ -45,7 +45,7 @@ def scale_queries(q: Tensor, scale: float | None) -> Tensor:
 
 
 def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp with the sinks; unchanged without sinks.
+    """Return output and log-sum-exp with the sinks, unchanged without sinks.
 
     Args:
         out: attention over all keys, [S, B, A, D].
@@ -59,7 +59,7 @@ def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tenso
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Compute the gradient of the sinks, [A], from these queries; None without sinks.
+    """Compute the gradient of the sinks, [A], from these queries. Return None without sinks.
 
     Args:
         grad_out: gradient of the output with the sinks, [S, B, A, D].
@@ -75,7 +75,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 
 MIN_BLOCK_TOKENS = 64
-"""Minimum block length; shorter blocks underuse the kernels."""
+"""Minimum block length. Shorter blocks underuse the kernels."""
 MIN_BLOCKS = 4
 """Minimum number of blocks. With fewer, skipping keys does not pay."""
 
@@ -86,7 +86,7 @@ class BlockedWindow:
 
     window: int
     document_starts: Tensor | None = None
-    """Start index of each token's document, int64 [S, B]; may be negative. None if there is no limit."""
+    """Start index of each token's document, int64 [S, B]. It may be negative. None if there is no limit."""
 
     @property
     def block_size(self) -> int:
@@ -180,11 +180,11 @@ class FlashMask:
     is_causal: bool
     """True if a query attends to no key after its place."""
     window_left: int = -1
-    """Maximum number of keys before its place that a query attends to; -1: no limit."""
+    """Maximum number of keys before its place that a query attends to. -1: no limit."""
     segments: Segments | None = None
-    """Documents: a query attends to the keys of its document; None if each sample is one document."""
+    """Documents: a query attends to the keys of its document, or None if each sample is one document."""
     query_segments: Segments | None = None
-    """The queries of each document, which belong to its last tokens, for B = 1; None: all tokens (Sq = Sk)."""
+    """The queries of each document, which belong to its last tokens, for B = 1. None: all tokens (Sq = Sk)."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
@@ -221,7 +221,7 @@ def attention_block(
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
-        kernel: kernel of blocks that are "all" or "causal"; None: the fastest kernel of this file.
+        kernel: kernel of blocks that are "all" or "causal". None: the fastest kernel of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -258,7 +258,7 @@ def attention_block_backward(
         k: keys of the block, [Sk, B, G, D].
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
-        lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
+        lse: log-sum-exp merged over the same blocks, [Sq, B, A], finite.
         block_mask, kernel: as in the forward pass of this block.
 
     Returns:
@@ -293,7 +293,7 @@ def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
 
     Args:
         out: running output, [Sq, B, A, D], float32 or float64.
-        lse: running log-sum-exp, [Sq, B, A], of the same dtype; finite, as each query attends to itself in the first
+        lse: running log-sum-exp, [Sq, B, A], of the same dtype, finite, as each query attends to itself in the first
             block.
         block_out: output of the block, [Sq, B, A, D], any floating dtype.
         block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
@@ -343,7 +343,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """CUDA flash kernel with sliding windows and sequences of variable length; bfloat16 and float16.
+    """CUDA flash kernel with sliding windows and sequences of variable length, for bfloat16 and float16.
 
     It reads [B, S, heads, D] by its strides. Sequences of variable length are read as [B*S, heads, D], which is a copy
     if B is not 1.
@@ -360,7 +360,7 @@ class CudaFlash:
         )
 
     def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-        """Return whether the kernel supports tasks on these tensors; see `FlashMask.query_segments`."""
+        """Return whether the kernel supports tasks on these tensors. See `FlashMask.query_segments`."""
         return self.supports(q) and k.shape == v.shape
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask | FlashMask) -> tuple[Tensor, Tensor]:
@@ -433,7 +433,7 @@ class MathBlockAttention:
 
 
 def disagreement(kernel: BlockKernel, inputs: Sequence[Tensor], mask: Any, exact_mask: Mask) -> str:
-    """Compare both passes of a kernel with the definition; return "raises ..." or "differs ...", "" if they agree.
+    """Compare both passes of a kernel with the definition, and return "raises ..." or "differs ...", "" if they agree.
 
     Args:
         kernel: attention with log-sum-exp.
@@ -537,7 +537,7 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
 
 
 def _window_args(mask: FlashMask) -> dict[str, int]:
-    """Return the numbers of keys before and after its place that a query attends to; -1: no limit."""
+    """Return the numbers of keys before and after its place that a query attends to. -1: no limit."""
     return {"window_size_left": mask.window_left, "window_size_right": 0 if mask.is_causal else -1}
 
 

@@ -34,7 +34,7 @@ def _with_separate_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_unsupported_reason(device_type: str) -> str:
-    """Return the reason why Inductor cannot compile for a device; "" if it can."""
+    """Return the reason why Inductor cannot compile for a device, or "" if it can."""
     if device_type == "cpu":
         compiler = os.environ.get("CXX", "g++")
         return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (set CXX)"

@@ -1,6 +1,6 @@
 """Row operations of the cross-entropy on logits: softmax statistics, and the gradient of the logits.
 
-`TorchCrossEntropyOps` is the reference; `ops/triton/cross_entropy.py` has the kernels.
+`TorchCrossEntropyOps` is the reference. `ops/triton/cross_entropy.py` has the kernels.
 """
 
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ class RowStatistics(NamedTuple):
     sum_C: Tensor
     """Sum of the exponentials of the logits minus the maximum."""
     target_C: Tensor
-    """Logit of the label; 0 for a label of another rank."""
+    """Logit of the label, or 0 for a label of another rank."""
 
 
 class CrossEntropyOps(Protocol):
@@ -30,7 +30,7 @@ class CrossEntropyOps(Protocol):
 
         Args:
             logits_CV: logits of any floating dtype, contiguous.
-            row_C: vocabulary row of each label on this rank, int64; -1 for a label of another rank.
+            row_C: vocabulary row of each label on this rank, int64, or -1 for a label of another rank.
         """
         ...
 
@@ -43,7 +43,7 @@ class CrossEntropyOps(Protocol):
         second row the normalizer has no separate gradient.
 
         Args:
-            out_CV: result in any floating dtype, contiguous; rounded once.
+            out_CV: result in any floating dtype, contiguous, rounded once.
             logits_CV: as in `statistics`.
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
@@ -98,7 +98,7 @@ def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
 def exponential_gradient_out(
     out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_KC: Tensor
 ) -> None:
-    """Write the result of `CrossEntropyOps.gradient_out` for probabilities factor * exps; `exps` are kept."""
+    """Write the result of `CrossEntropyOps.gradient_out` for probabilities factor * exps. `exps` are kept."""
     torch.mul(exps_CV, (grads_KC.sum(0) * factor_C).unsqueeze(1), out=out_CV)
     out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_KC[0].where(row_C >= 0, 0.0).unsqueeze(1))
 
@@ -115,7 +115,7 @@ def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
     """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum; float32 at least, [C].
 
     Args:
-        logits_CV: logits of any floating dtype; unchanged.
+        logits_CV: logits of any floating dtype, unchanged.
         top_C: maximum of each row, float32 at least.
     """
     tops = top_C.unsqueeze(1).split(_tile_rows(logits_CV))

@@ -11,7 +11,7 @@ MAX_HEAD_SIZE = 128
 
 
 class CudnnAttention:
-    """cuDNN attention with log-sum-exp, of all keys or causal; bfloat16 and float16.
+    """cuDNN attention with log-sum-exp, of all keys or causal, for bfloat16 and float16.
 
     cuDNN builds a plan for each new shape, so it suits blocks whose shapes recur in every step.
     """

@@ -21,7 +21,7 @@ class SoftmaxRouting:
     """Choice of the largest logits, weighted by their softmax."""
 
     is_post: bool
-    """Softmax over the chosen logits; False: over all logits."""
+    """Softmax over the chosen logits. False: over all logits."""
     scale: float
     """Factor of the weights."""
 
@@ -35,13 +35,13 @@ class HeadWeights:
     value: LinearWeights
     output: LinearWeights
     query_norm: Tensor | None
-    """Norm of each query head, [D]; None if there is no QK norm."""
+    """Norm of each query head, [D], or None if there is no QK norm."""
     key_norm: Tensor | None
     sinks: Tensor | None
-    """A logit for each query head, [A]; see `fold_in_sinks`."""
+    """A logit for each query head, [A]. See `fold_in_sinks`."""
     head_dim: int
     window: int
-    """Maximum number of keys of a query, its own included; 0: no limit."""
+    """Maximum number of keys of a query, its own included. 0: no limit."""
     query_key_eps: float
     """Epsilon of the norms of queries and keys."""
 
@@ -56,12 +56,12 @@ class LayerWeights:
     eps: float
     """Epsilon of the two norms of the layer."""
     router: LinearWeights | None
-    """Router of an MoE layer, in float32; None: a dense layer."""
+    """Router of an MoE layer, in float32. None: a dense layer."""
     experts: tuple[Tensor, Tensor, Tensor] | None
     """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
     top_k: int
     routing: SoftmaxRouting | None
-    """Expert choice of the kernel; None if the caller chooses."""
+    """Expert choice of the kernel, or None if the caller chooses."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DecodeChoice:
     passes in the same way, though another run may choose another way.
 
     Args:
-        clock: returns seconds; None: the CPU time of this thread, which other processes do not lengthen.
+        clock: returns seconds. None: the CPU time of this thread, which other processes do not lengthen.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -107,7 +107,7 @@ class DecodeChoice:
     def chooses_fused(
         self, kind: Hashable, num_rows: int, fused: Callable[[], object], modules: Callable[[], object]
     ) -> bool:
-        """Return whether to compute a layer by the kernel; run both ways in the first pass of this number of rows.
+        """Return whether to compute a layer by the kernel. Run both ways in the first pass of this number of rows.
 
         Args:
             kind: kind of the layer. Layers of a kind take equally long.
@@ -126,11 +126,11 @@ class DecodeChoice:
         return self._chose_fused[key]
 
     def has_chosen_fused(self, kind: Hashable, num_rows: int) -> bool:
-        """Return whether `chooses_fused` has chosen the kernel for this number of rows; False if it has not run."""
+        """Return whether `chooses_fused` has chosen the kernel for this number of rows, or False if it has not run."""
         return self._chose_fused.get((kind, num_rows.bit_length()), False)
 
     def _measure(self, *candidates: Callable[[], object]) -> list[float]:
-        """Return the shortest time of each function; they run alternately."""
+        """Return the shortest time of each function. They run alternately."""
         for candidate in candidates:
             candidate()
         best = [float("inf")] * len(candidates)

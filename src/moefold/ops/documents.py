@@ -68,7 +68,7 @@ class PackedDocuments:
     starts_SB: Tensor
     """Start position of each token's document, int64 [S, B], on the device."""
     token_weights: Tensor | None = None
-    """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None without padding."""
+    """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp], or None without padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -128,7 +128,7 @@ class AttentionChunks:
     Attention within chunks is attention within shorter documents.
 
     Args:
-        size: tokens of a chunk; 0: no chunks.
+        size: tokens of a chunk. 0: no chunks.
     """
 
     def __init__(self, size: int) -> None:
@@ -141,7 +141,7 @@ class AttentionChunks:
         """Return the chunks of the documents as documents; the documents themselves if there are no chunks.
 
         Args:
-            documents: documents of the whole samples; None if each sample is one document.
+            documents: documents of the whole samples, or None if each sample is one document.
             seq_len: tokens of a whole sample, S.
         """
         if not self.size or (documents is None and seq_len <= self.size):

@@ -21,7 +21,7 @@ class LazyCounts(Sequence[int]):
     """Tokens of each expert, counted on a device, int64 [E]; only the first read of a number synchronises.
 
     Args:
-        values: the same numbers, if the host knows them; then no read synchronises.
+        values: the same numbers, if the host knows them. Then no read synchronises.
     """
 
     def __init__(self, counts_E: Tensor, values: list[int] | None = None) -> None:
@@ -52,13 +52,13 @@ class Permutation:
     """
 
     token_R: Tensor
-    """Token of each row, int64 [R]; 0 in a padding row."""
+    """Token of each row, int64 [R], 0 in a padding row."""
     topk_index_R: Tensor
-    """Index t*K + k of each row's routed token, int64 [R]; 0 in a padding row."""
+    """Index t*K + k of each row's routed token, int64 [R], 0 in a padding row."""
     row_TK: Tensor
-    """Row of each routed token, int64 [T, K]; 0 for an absent token."""
+    """Row of each routed token, int64 [T, K], or 0 for an absent token."""
     tokens_per_expert_E: Tensor
-    """int64 [E]; sums to R, or to less where rows of dropped tokens follow."""
+    """int64 [E]. Sums to R, or to less where rows of dropped tokens follow."""
     kept_TK: Tensor | None
     """bool [T, K]."""
     non_padding_R: Tensor | None
@@ -71,7 +71,7 @@ class GatheredRows:
 
     values: Tensor
     source_R: Tensor | None = None
-    """int32 [R]; None if `values` are the rows."""
+    """int32 [R], or None if `values` are the rows."""
     has_padding: bool = True
     """False: no element of `source_R` is -1."""
 
@@ -114,9 +114,9 @@ class PermuteMap:
     row_TK: Tensor
     """Row of each routed token, [T, K]."""
     kept_TK: Tensor | None
-    """Routed tokens that have a row, bool [T, K]; None: all."""
+    """Routed tokens that have a row, bool [T, K]. None: all."""
     has_padding: bool
-    """True: there may be padding rows; False: every row is gathered by its index."""
+    """True: there may be padding rows. False: every row is gathered by its index."""
 
     @property
     def is_bijective(self) -> bool:
@@ -145,7 +145,7 @@ class PermuteMap:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Local weights of a set of experts, as the expert GEMMs read them; either all biases are present or none.
+    """Local weights of a set of experts, as the expert GEMMs read them. Either all biases are present or none.
 
     The matrices may be master weights of higher precision, where `ExpertOps.weight_dtype` allows it.
     """
@@ -169,9 +169,9 @@ class ExpertOptions:
     bias_slice: slice = field(default_factory=lambda: ALL_COLUMNS)
     """Columns of H of the local part of the bias of the down projection."""
     permute_map: PermuteMap | None = None
-    """Permutation that the operations fuse; None if rows are sorted by expert already, in input and output."""
+    """Permutation that the operations fuse, or None if rows are sorted by expert already, in input and output."""
     saves_fc1: bool = True
-    """True: save the gate and up projections for backward; False: recompute them."""
+    """True: save the gate and up projections for backward. False: recompute them."""
     delays_wgrad: bool = False
     """True: weight gradients are computed after the backward pass."""
 
@@ -182,7 +182,7 @@ class ExpertGradients:
 
     x: Tensor
     probs_R: Tensor | None
-    """Gradient of the probabilities; None without probabilities."""
+    """Gradient of the probabilities, or None without probabilities."""
     weights: Callable[[], Sequence[Tensor | None]]
     """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent weight; called once."""
 
@@ -205,7 +205,7 @@ class ExpertOps(Protocol):
         ...
 
     def weight_dtype(self, x: Tensor) -> torch.dtype | None:
-        """Return the dtype that the matrices must have for tokens such as x; None: any."""
+        """Return the dtype that the matrices must have for tokens such as x. None: any."""
         ...
 
     def forward(
@@ -238,7 +238,7 @@ class ExpertOps(Protocol):
 
 
 def scale_rows(x_MF: Tensor, scales_M: Tensor) -> Tensor:
-    """Scale rows in the higher precision of the two dtypes; returns the dtype of the rows."""
+    """Scale rows in the higher precision of the two dtypes. It returns the dtype of the rows."""
     return (x_MF * scales_M.unsqueeze(1)).to(x_MF.dtype)
 
 

@@ -27,7 +27,7 @@ SECOND_DOCUMENT = 100
 
 
 def use_flash_attention_3(device: torch.device) -> str:
-    """Activate FlashAttention 3 where installed, if its results agree; return a log message, "" without kernels."""
+    """Activate FlashAttention 3 where installed, if its results agree, and return a log message, "" without kernels."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return ""
     if importlib.util.find_spec(PACKAGE) is None:

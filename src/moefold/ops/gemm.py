@@ -27,7 +27,7 @@ MIN_PADDED_ROWS = 16
 
 
 class Gemm:
-    """GEMM backend without autograd, by torch's libraries; subclasses are other implementations.
+    """GEMM backend without autograd, by torch's libraries. Subclasses are other implementations.
 
     A caller first asks for the expected form of the operands, then multiplies.
     """
@@ -53,7 +53,7 @@ class Gemm:
         return self.upcast(w.to(dtype))
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
-        """Return `rows` rounded up to a count for which oneDNN caches a kernel; unchanged where oneDNN is not used."""
+        """Return `rows` rounded up to a count for which oneDNN caches a kernel, unchanged where oneDNN is not used."""
         uses_mkl = like.dtype == torch.float64 or (
             (like.dtype == torch.float32 or is_faster_in_fp32(like)) and not _USES_ONEDNN_FP32
         )
@@ -95,7 +95,7 @@ class Gemm:
             torch.add(self.matmul(*first)[: len(out_MN)], self.matmul(*second)[: len(out_MN)], out=out_MN)
 
     def weight_gradient(self, x_MK: Tensor, grad_MN: Tensor) -> Tensor:
-        """Compute x.T @ grad, [K, N], with operands in the cheapest order; x may be `upcast` already."""
+        """Compute x.T @ grad, [K, N], with operands in the cheapest order. x may be `upcast` already."""
         if is_faster_in_fp32(grad_MN) or not _uses_onednn(x_MK):
             return self.matmul(x_MK.t(), grad_MN.t())
         # oneDNN needs a contiguous first operand: the smaller of the two is cheaper to transpose.

@@ -27,7 +27,7 @@ class GroupedExpertOps:
     """`ExpertOps` of grouped GEMMs that permute tokens while reading and combine expert outputs while writing.
 
     The operations of this class are the reference of the operations that override them, on every device and in every
-    dtype; they synchronise to read row counts.
+    dtype. They synchronise to read row counts.
     """
 
     fuses_permutation = True
@@ -42,7 +42,7 @@ class GroupedExpertOps:
     def forward(
         self, x: Tensor, weights: ExpertWeights, options: ExpertOptions, probs_R: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `ExpertOps`; saves the offsets and, if asked, the gate and up projections."""
+        """See `ExpertOps`. It saves the offsets and, if asked, the gate and up projections."""
         offsets_E = row_offsets(options.tokens_per_expert, x.device)
         hidden, fc1_outputs = self.fc1_activation(_gather(x, options), weights, offsets_E, options, probs_R)
         saved = (offsets_E, *fc1_outputs)
@@ -151,7 +151,7 @@ class GroupedExpertOps:
         return y_RN if permute_map is None else self.combine(y_RN, permute_map)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
-        """Compute rows.T @ grad over the rows of each expert, [E, K, N]; 0 for an expert without rows."""
+        """Compute rows.T @ grad over the rows of each expert, [E, K, N], or 0 for an expert without rows."""
         return weight_gradient_per_expert(torch.matmul, rows, grad, offsets_E)
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class GroupedExpertOps:
     def activation_backward(
         self, activation: ExpertActivation, grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return (scaled hidden values, gradients of g, of u and of the probabilities); may overwrite `grad_RF`."""
+        """Return (scaled hidden values, gradients of g, of u and of the probabilities). It may overwrite `grad_RF`."""
         if probs_R is None:
             return *activation.backward(grad_RF, g_RF, u_RF), None
         hidden_RF, grad_g, grad_u = activation.backward(scale_rows(grad_RF, probs_R), g_RF, u_RF)

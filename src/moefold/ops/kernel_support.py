@@ -8,7 +8,7 @@ from moefold.message_text import Problem, Setting
 
 
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
-    """Return the reason why Triton cannot run on the device; "" if it can."""
+    """Return the reason why Triton cannot run on the device, or "" if it can."""
     if run.dtype == "float64":
         return f"{Setting('run.dtype', 'float64')} is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:
@@ -22,7 +22,7 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
 
 
 def check_kernel_device(run: RunConfig, device_type: str) -> None:
-    """Check that the recipe's kernels run on the ranks' devices; raise ConfigError if they do not."""
+    """Check that the recipe's kernels run on the ranks' devices. Raise ConfigError if they do not."""
     if run.kernels == "triton" and (reason := triton_unsupported_reason(run, device_type)):
         rule = f"cannot run: {reason}"
         raise ConfigError(Problem("run.kernels", "triton", rule, f"set {Setting('run.kernels')} to 'auto' or 'plain'"))

@@ -16,7 +16,7 @@ from moefold.ops.autotune import Times
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Version of an entry; it changes with the format, and if a candidate of the same name becomes another kernel."""
+"""Version of an entry. It changes with the format, and if a candidate of the same name becomes another kernel."""
 Environment = dict[str, str]
 
 
@@ -41,7 +41,7 @@ def read_times(environment: Environment, cache_dir: Path | None = None) -> Times
 
     Args:
         environment: see `kernel_environment`.
-        cache_dir: cache folder; None: the default folder.
+        cache_dir: cache folder. None: the default folder.
     """
     for folder in cache_folders(cache_dir):
         path = folder / _name(environment)
@@ -58,16 +58,16 @@ def read_times(environment: Environment, cache_dir: Path | None = None) -> Times
 
 
 def add_times(environment: Environment, times: Times, cache_dir: Path | None = None) -> Path | None:
-    """Add times to the record of an environment; times of the same operation and octave are replaced.
+    """Add times to the record of an environment. Times of the same operation and octave are replaced.
 
     If two processes write at once, the times of one are lost and are measured again.
 
     Args:
         times: octaves with a candidate that raised are left out, so that it is tried, and named, again.
-        cache_dir: cache folder; None: the default folder.
+        cache_dir: cache folder. None: the default folder.
 
     Returns:
-        The file; None if no folder can be written, after a warning.
+        The file, or None if no folder can be written, after a warning.
     """
     stored = read_times(environment, cache_dir)
     for operation, by_octave in times.items():

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 
 SUB_CHUNK_SIZE = 16
-"""Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""
+"""Tokens between the reference points of decays of each channel. See `_ChannelDecays`."""
 
 InitialState = Callable[[Tensor, Tensor], Tensor]
 """Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update [B, A,
@@ -42,8 +42,8 @@ def recurrent_linear_attention(
         k: keys, [S, B, G, D].
         v: values, [S, B, A, Dv].
         log_decay: logarithm of the decay before each token, at most 0, [S, B, A, 1 or D].
-        beta: write strength of the delta rule, [S, B, A]; None if there is no delta rule.
-        state: [B, A, D, Dv], float32 at least; it is not changed.
+        beta: write strength of the delta rule, [S, B, A], or None if there is no delta rule.
+        state: [B, A, D, Dv], float32 at least. It is not changed.
 
     Returns:
         Outputs [S, B, A, Dv] in the type of the state, and the new state.
@@ -73,7 +73,7 @@ class PreparedChunks(Protocol):
         ...
 
     def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs [S, B, A, Dv] and the last states, given the first states [B, A, D, Dv]; None: zeros."""
+        """Return the outputs [S, B, A, Dv] and the last states, given the first states [B, A, D, Dv]. None: zeros."""
         ...
 
 
@@ -94,9 +94,9 @@ class ChunkedLinearAttention:
     """Gated linear attention in chunks, differentiable; only `initial_state` communicates.
 
     Attributes:
-        chunk_size: tokens of a chunk, C; it changes results only by rounding.
-        initial_state: computes the states before the tokens from earlier tokens on other ranks; None with `state`.
-        kernel: implementation for the tensors that it supports; None: torch operations for all.
+        chunk_size: tokens of a chunk, C. It changes results only by rounding.
+        initial_state: computes the states before the tokens from earlier tokens on other ranks, or None with `state`.
+        kernel: implementation for the tensors that it supports. None: torch operations for all.
     """
 
     chunk_size: int = LINEAR_CHUNK_SIZE
@@ -116,7 +116,7 @@ class ChunkedLinearAttention:
         """Compute the results of `recurrent_linear_attention`, which describes the other arguments.
 
         Args:
-            state: the states before the first token, [B, A, D, Dv]; None: zeros, or the states of `initial_state`.
+            state: the states before the first token, [B, A, D, Dv]. None: zeros, or the states of `initial_state`.
             is_start_SB: whether a document starts at a token, before which its state is zero, bool [S, B].
 
         Returns:
@@ -132,7 +132,7 @@ class ChunkedLinearAttention:
 
 
 def prepare_chunks(inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "Chunks":
-    """Compute the products within the chunks by torch operations; see `ChunkKernel`."""
+    """Compute the products within the chunks by torch operations. See `ChunkKernel`."""
     length = len(inputs[0])
     padding = -length % chunk_size
     if padding:
@@ -256,7 +256,7 @@ class _HeadDecays:
 
     Args:
         total: sum of the logarithms of the decays from the start of the chunk, [N, B, A, C, 1].
-        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None if all tokens are of one.
+        is_same: whether two tokens are of one document, bool [N, B, 1, C, C], or None if all tokens are of one.
     """
 
     def __init__(self, total: Tensor, is_same: Tensor | None) -> None:
@@ -302,7 +302,7 @@ class _ChannelDecays:
         return difference.masked_fill(is_later.unsqueeze(-1), float("-inf")).exp()
 
     def products(self, q: Tensor, k: Tensor, repeats: int) -> Tensor:
-        """Return the products of queries and earlier keys with the decays between them; see `_HeadDecays.products`."""
+        """Return the products of queries and earlier keys with the decays between them. See `_HeadDecays.products`."""
         if repeats > 1:
             q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
         total = self._total
@@ -374,7 +374,7 @@ class ConvolutionKernel(Protocol):
     """Implementation of the short causal convolution, differentiable."""
 
     def supports(self, x_SBC: Tensor, weight_CK: Tensor) -> bool:
-        """Return whether the kernel supports these tensors; depends on shapes and dtypes only."""
+        """Return whether the kernel supports these tensors. It depends on shapes and dtypes only."""
         ...
 
     def __call__(
@@ -392,7 +392,7 @@ def causal_convolution(
     activation: Callable[[Tensor], Tensor] | None = None,
     kernel: ConvolutionKernel | None = None,
 ) -> Tensor:
-    """Compute a short causal convolution of each channel; taps are added in float32 at least and rounded once.
+    """Compute a short causal convolution of each channel. Taps are added in float32 at least and rounded once.
 
     Args:
         x_SBC: tokens, [S, B, C].
@@ -400,7 +400,7 @@ def causal_convolution(
         previous_KBC: the K-1 tokens before the first token, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
         activation: function of the sums before they are rounded.
-        kernel: implementation for the tensors that it supports, without activation and with `F.silu`; None: torch
+        kernel: implementation for the tensors that it supports, without activation and with `F.silu`. None: torch
             operations for all.
 
     Returns:

@@ -10,7 +10,7 @@ from moefold.ops.elementwise import widened
 
 
 class NormKernel(Protocol):
-    """Implementation of RMSNorm's forward and backward; no autograd."""
+    """Implementation of RMSNorm's forward and backward, without autograd."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (normalised x, reciprocal RMS of each row [N, 1], in float32 at least)."""
@@ -52,13 +52,13 @@ TORCH_RMS_NORM = TorchRMSNorm()
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | None = None) -> Tensor:
-    """Compute torch.nn.functional.rms_norm over the last dim; saves x and one number for each row.
+    """Compute torch.nn.functional.rms_norm over the last dim. It saves x and one number for each row.
 
     Args:
         x: [..., H]; computed in float32 at least.
         weight: [H], in the dtype of x.
         eps: added to the mean of squares.
-        kernel: implementation; None: PyTorch operations.
+        kernel: implementation. None: PyTorch operations.
     """
     kernel = kernel or TORCH_RMS_NORM
     if not torch.is_grad_enabled():

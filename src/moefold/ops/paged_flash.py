@@ -31,7 +31,7 @@ PROBE_WINDOW = 100
 
 
 class FlashPages:
-    """Attention to pages by flash attention, without autograd; bfloat16 and float16.
+    """Attention to pages by flash attention, without autograd, for bfloat16 and float16.
 
     Args:
         fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower for
@@ -42,7 +42,7 @@ class FlashPages:
         self._fixed_order = fixed_order
 
     def unsupported_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor, page_positions: int) -> str:
-        """Return the reason why the kernel does not read a cache of such keys and values; "" if it does."""
+        """Return the reason why the kernel does not read a cache of such keys and values, or "" if it does."""
         if not CudaFlash.supports(q_RAD):
             return f"flash attention does not take heads of {q_RAD.shape[-1]} in {q_RAD.dtype}"
         if k_RGD.shape != v_RGD.shape:
@@ -62,10 +62,10 @@ class FlashPages:
         """Compute softmax attention, with scores divided by sqrt(D). Local.
 
         Args:
-            q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
+            q_RAD: queries, [R, A, D]. Head a reads key/value head a // (A/G).
             pages: pages of keys and of values, [P, positions, G, D], which include the keys of the rows.
-            window: sliding window: maximum keys of a row, its own included; 0: no limit.
-            sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
+            window: sliding window: maximum keys of a row, its own included. 0: no limit.
+            sinks: a logit of each head that takes part in the softmax, [A]. See `fold_in_sinks`.
 
         Returns:
             [R, A, D], in the dtype of the queries.
@@ -75,7 +75,7 @@ class FlashPages:
     def with_log_sum(
         self, q_RAD: Tensor, pages: tuple[Tensor, Tensor], segments: PageSegments, window: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [R, A, D] and the log-sum-exp over the keys, [R, A]; see `__call__`."""
+        """Return the output [R, A, D] and the log-sum-exp over the keys, [R, A]. See `__call__`."""
         # Without a limit the kernel reads keys once for all heads of single rows. A last row sees all keys.
         is_limited = window > 0 or segments.most_rows > 1
         # Other implementations of torch's registry do not accept the places of keys in pages.
@@ -109,7 +109,7 @@ def device_refusal(device: torch.device) -> str:
 
 
 def find_disagreement(device: torch.device) -> str:
-    """Compare attention to small pages with the definition; return how it differs, "" if it agrees."""
+    """Compare attention to small pages with the definition, and return how it differs, "" if it agrees."""
     kernel = FlashPages()
     for (number, sizes), window in product(enumerate(PROBE_SEGMENTS), (0, PROBE_WINDOW)):
         name = f"pass {number}, window {window}"
@@ -130,7 +130,7 @@ def find_disagreement(device: torch.device) -> str:
 def probe_case(
     sizes: tuple[tuple[int, int], ...], device: torch.device, heads: tuple[int, int, int] = (4, 2, 64)
 ) -> tuple[Tensor, tuple[Tensor, Tensor], PageSegments]:
-    """Return random queries, pages in a scattered order, and segments; see `FlashPages.__call__`.
+    """Return random queries, pages in a scattered order, and segments. See `FlashPages.__call__`.
 
     Args:
         sizes: rows and keys of each segment.

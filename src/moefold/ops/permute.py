@@ -1,6 +1,6 @@
 """Operations of the token permutation: tokens into rows sorted by expert, and the weighted sum of a token's rows.
 
-`TorchPermuteOps` is the reference; `ops/triton/permute.py` has the kernels.
+`TorchPermuteOps` is the reference. `ops/triton/permute.py` has the kernels.
 """
 
 from typing import Protocol
@@ -26,7 +26,7 @@ class PermuteOps(Protocol):
         Args:
             y_RH: rows; padding rows and rows after the last kept token are not read.
             permutation: permutation of the rows; tokens that were not kept count as zero.
-            probs_TK: routing probabilities; None: 1, which makes this the adjoint of `permute`.
+            probs_TK: routing probabilities. None: 1, which makes this the adjoint of `permute`.
         """
         ...
 
@@ -92,7 +92,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
 
     Args:
         row_TK: rows of each token, int64.
-        weights_TK: weights of any dtype; None: 1.
+        weights_TK: weights of any dtype. None: 1.
     """
     if len(y_RH) == 0:
         return y_RH.new_zeros(len(row_TK), y_RH.shape[1])
@@ -104,7 +104,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the routing probability of each row, [R]; 0 in padding rows."""
+    """Gather the routing probability of each row, [R], 0 in padding rows."""
     probs_R = probs_TK.flatten().index_select(0, permutation.topk_index_R)
     if permutation.non_padding_R is not None:
         probs_R.masked_fill_(~permutation.non_padding_R, 0.0)
@@ -112,7 +112,7 @@ def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:
 
 
 def values_per_choice(values_R: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the value of each routed token's row, [T, K]; 0 for dropped tokens."""
+    """Gather the value of each routed token's row, [T, K], or 0 for dropped tokens."""
     if len(values_R) == 0:
         return values_R.new_zeros(permutation.row_TK.shape)
     values_TK = values_R[permutation.row_TK]

@@ -74,9 +74,9 @@ class NoRope:
     """No position embedding (NoPE): leaves queries and keys unchanged."""
 
     positions: Tensor | None = None
-    """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document; None if not known."""
+    """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document, or None if not known."""
     query_scale: Tensor | None = None
-    """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]; None: 1."""
+    """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]. None: 1."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [S, B, heads, D]."""
@@ -97,9 +97,9 @@ class Rope:
     cos: Tensor
     sin: Tensor
     is_interleaved: bool = False
-    """True: pairs are neighbouring dims; False: dims i and i + R/2."""
+    """True: pairs are neighbouring dims. False: dims i and i + R/2."""
     kernel: RopeKernel | None = None
-    """Fused kernel; None: PyTorch operations."""
+    """Fused kernel. None: PyTorch operations."""
     no_rope: NoRope = NO_ROPE
     """The same positions in layers without RoPE."""
 

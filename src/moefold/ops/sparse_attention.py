@@ -69,7 +69,7 @@ def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor
 
     Args:
         index: projections of the queries and of all keys.
-        visible: keys that each query sees; every query sees at least one key.
+        visible: keys that each query sees. Every query sees at least one key.
         top_k: maximum number of keys of a query.
 
     Returns:
@@ -102,9 +102,9 @@ def sparse_attention(
 
     Args:
         q: queries, [S, B, A, D].
-        k: keys, [N, B, G, D]; query head a reads head a // (A/G).
-        v: values, [N, B, G, Dv]; None: the first `value_dim` dims of the keys.
-        selected_SBK: keys of each query, int32 [S, B, K], -1 in empty places; each query has at least one key.
+        k: keys, [N, B, G, D]. Query head a reads head a // (A/G).
+        v: values, [N, B, G, Dv]. None: the first `value_dim` dims of the keys.
+        selected_SBK: keys of each query, int32 [S, B, K], -1 in empty places. Each query has at least one key.
         value_dim: Dv.
         scale: factor of the scores.
         sinks: logit of each query head that takes part in the softmax without a value, [A].
@@ -201,12 +201,12 @@ class _SelectedKeys:
         self.value_RGKE = self.key_RGKD[..., :value_dim] if v is None else self._gather(v).to(dtype)
 
     def scores(self, scale: float) -> Tensor:
-        """Return the scores of the selected keys, [R, G, A/G, K]; minus infinity in empty places."""
+        """Return the scores of the selected keys, [R, G, A/G, K], minus infinity in empty places."""
         scores = (self.query_RGMD * scale) @ self.key_RGKD.mT
         return scores.masked_fill_(self._is_empty_RK[:, None, None], -torch.inf)
 
     def add_rows(self, total: Tensor, part_RGKD: Tensor) -> None:
-        """Add gradients of the copies to the gradients of their keys, [N, B, G, D]; empty places have gradient 0."""
+        """Add gradients of the copies to the gradients of their keys, [N, B, G, D]. Empty places have gradient 0."""
         total[:, self._sample].index_add_(0, self._row, part_RGKD.transpose(1, 2).flatten(0, 1))
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class _SelectedKeys:
 
 
 def attention_sums(q: Tensor, k: Tensor, is_visible_BSN: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Return the probability of each key summed over the heads, [S, B, N], for dense attention; no gradient.
+    """Return the probability of each key summed over the heads, [S, B, N], for dense attention, without a gradient.
 
     Args:
         q: queries of a block, [S, B, A, D].
@@ -241,7 +241,7 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
     Args:
         index: projections of the queries and of all keys.
         selected_SBK: keys of each query, int32, -1 in empty places.
-        target_SBK: probability of each selected key; the probabilities of a query sum to 1.
+        target_SBK: probability of each selected key. The probabilities of a query sum to 1.
         weights_SB: weight of each query.
 
     Returns:
@@ -296,7 +296,7 @@ class _LossBlock(NamedTuple):
     target_RK: Tensor
     weights_R: Tensor
     key_rows: Tensor | None = None
-    """Rows of the sample's keys, of all queries one after the other; None: `keys` are the keys of the sample."""
+    """Rows of the sample's keys, of all queries one after the other. None: `keys` are the keys of the sample."""
 
 
 def _index_loss(index: IndexTensors, blocks: Iterable[_LossBlock]) -> Tensor:

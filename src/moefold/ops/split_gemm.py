@@ -22,9 +22,9 @@ FIRST_WHOLE_PAIR = 2
 
 
 def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor:
-    """Compute x @ w.T in the dtype of w, [T, E], at least as precise as the dtype of x; saves x in its own dtype.
+    """Compute x @ w.T in the dtype of w, [T, E], at least as precise as the dtype of x. It saves x in its own dtype.
 
-    The result and both gradients have the accuracy of a GEMM in the dtype of w; `gemm` is the backend of the result if
+    The result and both gradients have the accuracy of a GEMM in the dtype of w. `gemm` is the backend of the result if
     operands are not split.
     """
     splits = x_TH.device.type != "cpu" and x_TH.dtype == torch.bfloat16 and w_EH.dtype == torch.float32
@@ -42,11 +42,11 @@ def split_fp32(x: Tensor) -> Tensor:
 
 
 class UpcastLinear(torch.autograd.Function):
-    """See `upcast_linear`; `splits` chooses between bfloat16 GEMMs of parts and one GEMM of upcast operands."""
+    """See `upcast_linear`. `splits` chooses between bfloat16 GEMMs of parts and one GEMM of upcast operands."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor, splits: bool, gemm: Gemm = TORCH_GEMM) -> Tensor:
-        """Compute x @ w.T; saves its arguments unchanged."""
+        """Compute x @ w.T. It saves its arguments unchanged."""
         ctx.splits = splits
         ctx.save_for_backward(x_TH, w_EH)
         if not splits:

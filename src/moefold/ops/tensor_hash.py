@@ -12,7 +12,7 @@ _STRIDE = 0x2545F4914F6CDD1C
 
 
 class TensorHasher:
-    """Hashes of tensors, for comparing tensors between ranks; no communication, no host sync.
+    """Hashes of tensors, for comparing tensors between ranks, without communication or a host sync.
 
     The bytes are read as 64-bit integers x_i. The two hashes are the sums of x_i, and of y_i = x_i xor (x_i >> 31)
     times an odd random number drawn for i, modulo 2**64. Integer sums do not depend on the order, so equal bytes give

@@ -26,7 +26,7 @@ def leaves_empty_experts_unwritten(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class GroupedMMExpertOps(GroupedExpertOps):
-    """One grouped_mm for each projection of all experts; needs at least one row, and tokens sorted by expert.
+    """One grouped_mm for each projection of all experts. It needs at least one row, and tokens sorted by expert.
 
     Args:
         grouped_mm: torch's operation.

@@ -52,9 +52,9 @@ class TaskAttention:
     """Forward and backward pass of the tasks of one rank.
 
     Args:
-        rows: first row and row after the last of the queries of each task, int64 [K, 2]; the tasks cover all R rows.
-        keys: first key and key after the last of each task, int64 [K, 2]; at least as many as queries.
-        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
+        rows: first row and row after the last of the queries of each task, int64 [K, 2]. The tasks cover all R rows.
+        keys: first key and key after the last of each task, int64 [K, 2], at least as many as queries.
+        window: sliding window: maximum number of keys of a query, its own included. 0: no limit.
     """
 
     def __init__(self, rows: Integers, keys: Integers, window: int, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class TaskAttention:
 
     @cached_property
     def _copied_keys(self) -> Tensor | None:
-        """Rows of the keys of all tasks, one task after the other, int64; None: all rows in their order."""
+        """Rows of the keys of all tasks, one task after the other, int64. None: all rows in their order."""
         firsts = self._keys[:, 0]
         stops = self._keys[:, 1]
         if firsts[0] == 0 and (firsts[1:] == stops[:-1]).all():

@@ -78,10 +78,10 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
 
 
 def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training: TrainConfig, step: int) -> str:
-    """Describe the learning rate after a checkpoint with other settings; empty if the settings are the same.
+    """Describe the learning rate after a checkpoint with other settings, or empty if the settings are the same.
 
     Args:
-        before: `schedule_settings` of the run that saved the checkpoint; empty if they are unknown.
+        before: `schedule_settings` of the run that saved the checkpoint, or empty if they are unknown.
         run, training: sections of the recipe that continues the run.
     """
     after = schedule_settings(run, training)

@@ -1,7 +1,7 @@
-"""Outer optimizer of DiLoCo (arXiv:2311.08105) on this rank's shards; no communication.
+"""Outer optimizer of DiLoCo (arXiv:2311.08105) on this rank's shards, without communication.
 
 The outer weights phi are the weights after the last round, equal on all sites. A site trains its own weights theta from
-them. In a round the sites exchange their differences D = phi - theta; with g, the weighted mean of the differences,
+them. In a round the sites exchange their differences D = phi - theta. With g, the weighted mean of the differences,
 
     m = momentum * m + g;  phi = phi - lr * (g + momentum * m if nesterov else m)
     theta = keep_local * theta + (1 - keep_local) * phi.
@@ -47,7 +47,7 @@ class OuterOptimizer(OuterWeights):
     def with_received_values(
         self, round_: PendingRound, sent: SentVector, exchanged: "ExchangeResult", members: Sequence[int]
     ) -> PendingRound:
-        """Return a certain round with the values that its members have exchanged; changes nothing.
+        """Return a certain round with the values that its members have exchanged. It changes nothing.
 
         Args:
             round_: the round, with the weighted mean of the members' vectors.
@@ -70,7 +70,7 @@ class OuterOptimizer(OuterWeights):
     def apply(
         self, round_: PendingRound, groups: "ParallelGroups", *, is_overlapped: bool
     ) -> tuple[OuterNorms, dict[str, float]]:
-        """Take the outer step of a round; may be collective over the site.
+        """Take the outer step of a round. It may be collective over the site.
 
         Args:
             groups: the process groups of this rank.
@@ -87,7 +87,7 @@ class OuterOptimizer(OuterWeights):
 
     @property
     def transferred_state(self) -> int:
-        """64-bit integer of the method, copied to a site that joins; 0: unused."""
+        """64-bit integer of the method, copied to a site that joins. 0: unused."""
         return 0
 
     @transferred_state.setter
@@ -96,7 +96,7 @@ class OuterOptimizer(OuterWeights):
 
     @torch.no_grad()
     def difference(self, fragments: Sequence[int] = (0,)) -> Tensor:
-        """Return the vector that this site sends in a round of fragments, on the host; changes nothing.
+        """Return the vector that this site sends in a round of fragments, on the host. It changes nothing.
 
         Returns:
             D = phi - theta of the parameters plus the decayed residual, each padded with zeros to a whole block of the
@@ -148,7 +148,7 @@ class OuterOptimizer(OuterWeights):
         Args:
             delta: result of `difference` for the round.
             mean: the mean of a round; `delta` itself in a round of one site.
-            keep_local: share of the present weights that stays; the rest becomes the outer weights.
+            keep_local: share of the present weights that stays. The rest becomes the outer weights.
         """
         is_single_site = mean is delta and not keep_local and not self._settings.residual
         norms = OuterNorms()
@@ -194,7 +194,7 @@ class OuterOptimizer(OuterWeights):
 
         Yields:
             Name, D of this site, g and phi of the rows that this site sends, and the number of ranks with the same
-            shard; 0 if another rank counts it.
+            shard, or 0 if another rank counts it.
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class OuterNorms:
-    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its sum on each."""
+    """Sums of squares of one round over this rank's shards. A tensor on n ranks counts 1/n of its sum on each."""
 
     difference: float = 0.0
     """Sum for the sent difference D, with the residual."""
@@ -20,7 +20,7 @@ class OuterNorms:
     weights: float = 0.0
     """Sum for the outer weights before the step."""
     averaged: float = 0.0
-    """Sum for the sent values that the sites average; `mean` and `product` leave out all other values."""
+    """Sum for the sent values that the sites average. `mean` and `product` leave out all other values."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SentVector(NamedTuple):
 
 
 def mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
-    """Let `outer` replace a tensor in place, except for a share that stays; replace all non-finite values."""
+    """Let `outer` replace a tensor in place, except for a share that stays. Replace all non-finite values."""
     if keep_local:
         mixed = (keep_local * tensor).add_(outer, alpha=1 - keep_local)
         tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))

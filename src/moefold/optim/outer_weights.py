@@ -34,8 +34,8 @@ class OuterWeights:
         buffers: the buffers of this rank, by name.
         settings: the section [sites].
         state_store: memory of the states between rounds.
-        replicas: number of ranks that hold the same shard of a parameter, by name; 1 if absent. 0: another rank counts
-            the parameter.
+        replicas: number of ranks that hold the same shard of a parameter, by name, or 1 if absent. 0: another rank
+            counts the parameter.
         experts: names of the parameters of routed experts.
     """
 
@@ -92,7 +92,7 @@ class OuterWeights:
 
     @property
     def residual(self) -> dict[str, Tensor]:
-        """Residual e by parameter, only for the site's own experts; empty without a residual."""
+        """Residual e by parameter, only for the site's own experts, or empty without a residual."""
         return self._states["residual"]
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def swap_weights(self) -> bool:
-        """Exchange weights and outer weights, to evaluate the outer weights; return whether any differed; local."""
+        """Exchange weights and outer weights, to evaluate the outer weights. Return whether any differed."""
         differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)
@@ -234,7 +234,7 @@ class OuterWeights:
         return self.entries() | ({} if pending is None else self._pending_entries(pending.fragments, pending.mean))
 
     def entries(self, kinds: Sequence[str] = STATES) -> dict[str, Tensor]:
-        """Return this rank's shards of the checkpoint entries, by mapping-independent names; copies nothing.
+        """Return this rank's shards of the checkpoint entries, by mapping-independent names. It copies nothing.
 
         Args:
             kinds: names of the states.
@@ -260,7 +260,7 @@ class OuterWeights:
 
         Args:
             fragments: the fragments of the round.
-            mean: the mean; None: entries to load a checkpoint into.
+            mean: the mean. None: entries to load a checkpoint into.
         """
         entries = {}
         names = self.names(fragments)

@@ -38,7 +38,7 @@ class PinnedStore(StateStore):
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Allocate a moment; raises ConfigError if there is not enough memory."""
+        """Allocate a moment. It raises ConfigError if there is not enough memory."""
         shard = local_tensor(like)
         num_bytes = shard.numel() * dtype.itemsize
         if num_bytes < max(self._min_bytes, 1):
@@ -120,10 +120,10 @@ class MmapStore(PinnedStore):
     """Store in memory-mapped, unnamed files on a local disk, which disappear with the process.
 
     Each file is allocated in full when it is created, so a full disk is detected then. Written pages are dropped from
-    the memory of the process; the kernel writes them to disk when it needs the memory.
+    the memory of the process. The kernel writes them to disk when it needs the memory.
 
     Args:
-        folder: folder on the disk; created if needed.
+        folder: folder on the disk, created if needed.
         min_bytes: see `PinnedStore`.
     """
 
@@ -186,7 +186,7 @@ def states_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the same ranks and groups for host tensors; creates no group.
+    """Return a mesh of the same ranks and groups for host tensors. It creates no group.
 
     Such tensors can be read, written and sharded; to communicate them, copy them to the device first.
     """

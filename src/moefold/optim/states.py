@@ -90,7 +90,7 @@ class StateStore:
 def group_by_decay(
     parameters: Mapping[str, nn.Parameter], weights: Mapping[str, ParamSpec]
 ) -> dict[bool, list[nn.Parameter]]:
-    """Return the parameters with weight decay (True), and norms, sinks and biases (False); at least one group.
+    """Return the parameters with weight decay (True), and norms, sinks and biases (False), at least one group.
 
     Args:
         parameters: parameters of this rank, by name.

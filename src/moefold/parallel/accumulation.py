@@ -21,7 +21,7 @@ class Accumulation:
         self._zero = zero
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
+        """Accumulate the gradients of the batch, and return the loss terms of this rank's tokens, [terms]."""
         total = self._zero_terms(batch)
         count = self._count(batch)
         for i, (tokens, keywords) in enumerate(batch.micro_batches(count)):

@@ -45,11 +45,11 @@ class Batch:
     document_bounds: tuple[DocumentBounds, ...] = ()
     """Document starts of each micro-batch, known to the host; only if samples hold several documents."""
     num_tokens: int | None = None
-    """Input tokens of the global batch over all ranks, without padding; None for a batch that no trainer counts."""
+    """Input tokens of the global batch over all ranks, without padding, or None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
-    """Number of micro-batches of this batch; None: the recipe's number. Pipelines always run the recipe's number."""
+    """Number of micro-batches of this batch. None: the recipe's number. Pipelines always run the recipe's number."""
     mismatch_limit: float | None = None
-    """Limit on the mismatch of sampler and training in this batch; None if it is not judged."""
+    """Limit on the mismatch of sampler and training in this batch, or None if it is not judged."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
@@ -65,7 +65,7 @@ class Batch:
         return tuple(self.columns["token_samples"].unique().tolist())
 
     def micro_batches(self, count: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Split the batch into micro-batches; yield the arguments of the model for each: tokens and keywords.
+        """Split the batch into micro-batches, and yield the arguments of the model for each: tokens and keywords.
 
         Raises:
             ValueError: the samples cannot be split into `count` micro-batches of equal size.

@@ -90,7 +90,7 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
 
     Args:
         context: the recipe's context part, or its class.
-        seq_len: tokens of a sample, S; divisible by cp, and by 2*cp if it is split into chunks.
+        seq_len: tokens of a sample, S, divisible by cp, and by 2*cp if it is split into chunks.
 
     Returns:
         Ascending positions, int64 [S/cp].
@@ -130,7 +130,7 @@ class ContextShards(SampleShards):
         return sequence_positions(self._context, num_tokens * size, size, self._cp.rank).to(device)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See base class; an all-gather over cp."""
+        """See base class. It is an all-gather over cp."""
         gathered = all_gather(x.contiguous(), self._cp)
         if not self._context.splits_in_chunks:
             return gathered
@@ -138,7 +138,7 @@ class ContextShards(SampleShards):
         return torch.cat([chunks[place] for place in self._places])
 
     def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
-        """See base class; an all-gather over cp."""
+        """See base class. It is an all-gather over cp."""
         by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
         zeros = _connected_zeros(gathered[0])
@@ -146,7 +146,7 @@ class ContextShards(SampleShards):
         return torch.stack(pieces, 1).flatten(1, 2)
 
     def _compose(self, transition: Tensor, update: Tensor) -> Tensor:
-        """Return the states before this rank's segments; an all-gather over cp; see `InitialState`."""
+        """Return the states before this rank's segments, by an all-gather over cp. See `InitialState`."""
         value_size = update.shape[-1]
         joint = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
         gathered = all_gather(joint.contiguous(), self._cp)

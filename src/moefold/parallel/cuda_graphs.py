@@ -121,7 +121,7 @@ class CapturedPasses:
         return [*self._outputs, *self._grads, *(gradient for gradient in self._gradients if gradient is not None)]
 
     def forward(self) -> Sequence[Tensor]:
-        """Run on the values that the inputs have now; returns the same tensors each time."""
+        """Run on the values that the inputs have now. It returns the same tensors each time."""
         self._replay_forward()
         return self._outputs
 
@@ -132,7 +132,7 @@ class CapturedPasses:
             grads: gradients of the outputs, None for zero.
 
         Returns:
-            The gradients of the inputs, the same tensors each time; None for an input that has none.
+            The gradients of the inputs, the same tensors each time, or None for an input that has none.
         """
         present = [grad for grad, has_grad in zip(grads, self.has_grad, strict=True) if has_grad]
         for i, grad in enumerate(present):

@@ -23,7 +23,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> tuple[DispatcherPa
     """Resolve `parallel.dispatcher`. Collective for "auto", as all ranks must choose the same.
 
     Returns:
-        The dispatcher, and the choice of "auto" with its reason; "" if the recipe names the dispatcher.
+        The dispatcher, and the choice of "auto" with its reason, or "" if the recipe names the dispatcher.
 
     Raises:
         ConfigError: the recipe names a dispatcher that this rank cannot run.

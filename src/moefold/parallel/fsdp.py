@@ -1,6 +1,6 @@
 """FSDP2 and DTensor sharding of parameters, and unsharded parameters for overlapped steps.
 
-Tensor and expert shards are DTensors; FSDP2 makes the data-parallel shards.
+Tensor and expert shards are DTensors. FSDP2 makes the data-parallel shards.
 
 `UnshardedParams`: FSDP's module hooks assume that one micro-batch passes a module forward and then backward. This does
 not hold if a stage overlaps two micro-batches. So the hooks are removed, parameters are gathered at the start of a
@@ -170,7 +170,7 @@ def reshard_parameters(stages: Sequence[nn.Module]) -> None:
 def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Gather the parameters once for all forward passes without gradients inside this context, then free them.
 
-    Collective over the data-parallel ranks when it is entered; inside, the ranks may run different numbers of passes.
+    Collective over the data-parallel ranks when it is entered. Inside, the ranks may run different numbers of passes.
     The parameters must not change inside. The layers of multi-token prediction, which run in training only, are not
     gathered.
     """
@@ -252,7 +252,7 @@ class UnshardedParams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the micro-batches of a step inside this context; reduce their gradients at its end.
+        """Run the micro-batches of a step inside this context. Reduce their gradients at its end.
 
         `run_fsdp_post_backward` must follow each backward pass of a stage: it accumulates or reduces the gradients.
         """

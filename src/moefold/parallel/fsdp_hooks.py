@@ -31,7 +31,7 @@ class PerRankGradDots:
     the micro-batches.
 
     With an exchange it reduces the gradients in memory that ranks share. Without, it is an FSDP custom reduce-scatter
-    (`FSDPModule.set_custom_reduce_scatter`); under ZeRO 0, where nothing is scattered, it reads the buffer that it
+    (`FSDPModule.set_custom_reduce_scatter`). Under ZeRO 0, where nothing is scattered, it reads the buffer that it
     allocated for FSDP, after the all-reduce.
     """
 

@@ -46,7 +46,7 @@ class GatheredWeights:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return the values of a region on rank 0, on the CPU. Other ranks get undefined values of its shape.
 
-        Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
+        Uses one all-to-all where only rank 0 receives, or none if rank 0 holds the region.
         """
         box = Box(tuple(span.start for span in region), tuple(span.stop - span.start for span in region))
         dtype = self._dtypes[name]
@@ -71,7 +71,7 @@ class GatheredWeights:
         return values
 
     def _send_to_first(self, name: str, boxes: list[tuple[int, Box]]) -> Tensor:
-        """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
+        """Send parts of a tensor to rank 0 as bytes, and return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
         own_boxes = [overlap for owner, overlap in boxes if owner == rank]

@@ -20,7 +20,7 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Grou
 
     Under sequence parallelism each tp rank has a partial gradient, from its tokens or heads, of norms, the router, K/V
     of few groups and adapters. Under expert tensor parallelism each etp rank has a partial gradient, from its columns,
-    of the experts' adapters. One all-reduce for each step; every rank of the group calls it after all micro-batches and
+    of the experts' adapters. One all-reduce for each step. Every rank of the group calls it after all micro-batches and
     the data-parallel reduction.
 
     Args:
@@ -39,7 +39,7 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Grou
 
 
 def local_norm_sq(parameters: Mapping[str, nn.Parameter], *, skip: frozenset[str] = frozenset()) -> Tensor:
-    """Return this rank's summand of the squared gradient norm of the whole model; no communication.
+    """Return this rank's summand of the squared gradient norm of the whole model, without communication.
 
     A gradient replicated on n ranks contributes 1/n of its square on each of them: summed over the world, each logical
     element counts once.
@@ -69,7 +69,7 @@ def needs_clip(norm: float, max_norm: float) -> bool:
 
 @torch.no_grad()
 def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm/norm if norm exceeds max_norm; 0 means no clipping."""
+    """Scale all gradients by max_norm/norm if norm exceeds max_norm. 0 means no clipping."""
     if max_norm <= 0:
         return
     grads = [local_tensor(p.grad) for p in parameters.values() if p.grad is not None]

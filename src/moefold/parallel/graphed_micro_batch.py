@@ -18,7 +18,7 @@ from moefold.parallel.cuda_graphs import NUM_WARMUP_RUNS, GraphRecorder, MakeRec
 
 
 class GraphedAccumulation(Accumulation):
-    """`Accumulation` on one rank that replays one graph for each micro-batch; evaluation runs eagerly.
+    """`Accumulation` on one rank that replays one graph for each micro-batch. Evaluation runs eagerly.
 
     Args:
         model: the whole model, without FSDP.
@@ -37,7 +37,7 @@ class GraphedAccumulation(Accumulation):
         self._graph: MicroBatchGraph | None = None
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of the batch; return the loss terms of its tokens, [terms]."""
+        """Accumulate the gradients of the batch, and return the loss terms of its tokens, [terms]."""
         total = self._zero_terms(batch)
         micro_batches = list(batch.micro_batches(self._count(batch)))
         if self._graph is None:
@@ -80,13 +80,13 @@ class MicroBatchGraph:
         self._loss, self._replay = recorder.record(run)
 
     def zero_gradients(self) -> None:
-        """Give the parameters gradients of zero, at the addresses of the graph; the optimizer drops them each step."""
+        """Give the parameters gradients of zero, at the addresses of the graph. The optimizer drops them each step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         foreach_zero_([gradient for _, gradient in self._gradients])
 
     def replay(self, tokens: Tensor, columns: dict[str, Any]) -> Tensor:
-        """Add the gradients of a micro-batch; return its loss terms, the same tensor each time, [terms]."""
+        """Add the gradients of a micro-batch, and return its loss terms, the same tensor each time, [terms]."""
         assert columns.keys() == self._columns.keys(), (columns.keys(), self._columns.keys())
         assert tokens.shape == self._tokens.shape, "micro-batches of training have one shape"
         write_inputs((self._tokens, *self._columns.values()), (tokens, *(columns[name] for name in self._columns)))

@@ -48,7 +48,7 @@ def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocumen
 
 
 def router_arguments(x_TH: Tensor, token_positions: TokenPositions) -> GraphArguments:
-    """Return the arguments of `Router.forward`; the index of each sample in the global batch changes."""
+    """Return the arguments of `Router.forward`. The index of each sample in the global batch changes."""
     assert token_positions.weights_T is None, "validate_cuda_graphs refuses documents, and padding is one"
     tensors = (x_TH, token_positions.sample_ids_B)
     return GraphArguments(
@@ -57,7 +57,7 @@ def router_arguments(x_TH: Tensor, token_positions: TokenPositions) -> GraphArgu
 
 
 class GraphedModule:
-    """Replayed forward pass of a module; without gradients, as in evaluation, the module runs eagerly.
+    """Replayed forward pass of a module. Without gradients, as in evaluation, the module runs eagerly.
 
     Args:
         arguments: splits the arguments of `forward` into changing and constant arguments.
@@ -99,7 +99,7 @@ class GraphedModule:
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
     def acquire(self, arguments: GraphArguments, weights: Sequence[Tensor]) -> "_MicroBatchGraphs":
-        """Return graphs with these inputs that no micro-batch between its passes uses; capture them if needed."""
+        """Return graphs with these inputs that no micro-batch between its passes uses. Capture them if needed."""
         if not self._weights:
             self._weights = self._static_weights(weights)
         graphs = self._idle.pop() if self._idle else self._capture_graphs(arguments)

@@ -21,7 +21,7 @@ from moefold.topology.rollout_mapping import fetches_experts
 
 
 class ForwardChain:
-    """Stages of this rank in the chain of all stages; hidden states are sent point to point between pipeline ranks."""
+    """Stages of this rank in the chain of all stages. Hidden states are sent point to point between pipeline ranks."""
 
     fetches_experts = False
     """True if ranks read each other's experts from shared memory."""
@@ -47,12 +47,12 @@ class ForwardChain:
         """Run one batch. Collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
-            tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
+            tokens: int64 [B, S]. On a rank without the first stage only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers.
-            token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp]; None without padding.
+            token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp], or None without padding.
 
         Returns:
-            The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.
+            The logits of the last stage, [tokens that its head keeps, B, V/tp], or None on other ranks.
         """
         pp = self.groups.pp
         shape = (num_local_tokens, tokens.shape[0], self.stages[0].config.hidden_size)
@@ -85,7 +85,7 @@ class ForwardChain:
         """Broadcast a tensor from the last stage to the ranks of the same attention coordinates. Collective over pp.
 
         Args:
-            x: the tensor to send; elsewhere a tensor of the same shape and dtype.
+            x: the tensor to send. Elsewhere it is a tensor of the same shape and dtype.
         """
         return broadcast(x, self.groups.pp, self._owners[-1])
 
@@ -118,7 +118,7 @@ class InferenceModel(ShardedStages):
         return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
 
     def record_kernel_times(self) -> str:
-        """Record the times of kernels that the passes of one rank measured; return the chosen kernels, to log."""
+        """Record the times of kernels that the passes of one rank measured, and return the chosen kernels, to log."""
         if self.groups.world.size > 1:
             return ""
         return settle_choices(self.autotuner, self.groups.device, self.groups.world)
@@ -148,14 +148,14 @@ class InferenceModel(ShardedStages):
     def forward(
         self, tokens: Tensor, num_local_tokens: int | None = None, is_token: Tensor | None = None
     ) -> Tensor | None:
-        """Run this rank's stage on one batch; pipeline ranks send activations on, and work on several batches at once.
+        """Run this rank's stage on one batch. Pipeline ranks send activations on, and work on several batches at once.
 
         Collective over all ranks: with dp, each rank has its own batch of the same shape.
 
         Args:
-            tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
-            num_local_tokens: tokens per sample on this rank between the sub-layers; None: S/(cp*tp).
-            is_token: tokens that are not padding, bool [B, S/cp]; None: all. Padding is not routed.
+            tokens: int64 [B, S/cp]. On other stages than the first only its shape matters.
+            num_local_tokens: tokens per sample on this rank between the sub-layers. None: S/(cp*tp).
+            is_token: tokens that are not padding, bool [B, S/cp]. None: all. Padding is not routed.
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.

@@ -21,7 +21,7 @@ from moefold.units import GIB
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:
-    """Open the activation offload and its backend; None if the recipe offloads nothing.
+    """Open the activation offload and its backend. Return None if the recipe offloads nothing.
 
     Raises:
         ConfigError: there can be no file in `train.offload_dir` on this machine.

@@ -75,7 +75,7 @@ def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "la
 
 
 def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str:
-    """Describe how the caches of this rank's layers will read pages on CUDA; "" without pages."""
+    """Describe how the caches of this rank's layers will read pages on CUDA, or "" without pages."""
     device = model.groups.device
     size = CacheSize(num_pages=1, page_positions=page_positions(device.type), kind=kind)
     paths: list[str] = []
@@ -93,7 +93,7 @@ def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str
 
 
 def _describe_paths(paths: Sequence[str]) -> str:
-    """Count the layers whose caches have the same `page_path`; "" if no cache has a path."""
+    """Count the layers whose caches have the same `page_path`, or "" if no cache has a path."""
     counts = Counter(filter(None, paths))
     text = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
     return f"pages of {text}" if text else ""
@@ -150,7 +150,7 @@ class PagedDecoder:
       `Head.fused` after such layers.
 
     Args:
-        chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
+        chain: from `forward_chain`, under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
         records_routing: whether the chosen experts are recorded for `recorded_choices`.
     """
 
@@ -210,7 +210,7 @@ class PagedDecoder:
         self._routing.clear()
 
     def _fuse_layers(self) -> None:
-        """Set `fused` on the layers and the head that the C kernel supports; after the caches are opened."""
+        """Set `fused` on the layers and the head that the C kernel supports, after the caches are opened."""
         if self._size.page_positions != PAGE_POSITIONS:
             return
         decode_passes: dict[CDecode, CDecodePass] = {}
@@ -255,7 +255,7 @@ class PagedDecoder:
     def recorded_choices(self, slots: NDArray[np.int64]) -> NDArray[np.integer]:
         """Return the experts chosen for some cached tokens, [MoE layers of this rank, tokens, K].
 
-        With tensor parallelism, 0 for tokens that another rank routed; see `merge_over_tp`.
+        With tensor parallelism, 0 for tokens that another rank routed. See `merge_over_tp`.
 
         Args:
             slots: index of each token in the cache, page * positions of a page + offset.
@@ -291,7 +291,7 @@ class PagedDecoder:
             picked_N: rows whose logits are returned, int64 [N].
 
         Returns:
-            Logits of this rank's vocabulary shard, [N, V/tp], float32 or higher, on the ranks of the last stage;
+            Logits of this rank's vocabulary shard, [N, V/tp], float32 or higher, on the ranks of the last stage,
             elsewhere None.
         """
         self._pass.rows = rows

@@ -36,7 +36,7 @@ class StepRunner(Protocol):
     """Runs a batch through the stages of this rank."""
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate gradients; return this rank's part of the loss terms, [terms]."""
+        """Accumulate gradients, and return this rank's part of the loss terms, [terms]."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return this rank's part of the loss terms, [terms], without gradients."""
@@ -57,9 +57,9 @@ class ShardedStages:
     shards_data_parallel: bool
     """True if data-parallel ranks shard the weights."""
     message: str = ""
-    """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
+    """Log message about the resolved open choices of the recipe, or empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
-    """Activation offload between the passes; None without offload."""
+    """Activation offload between the passes, or None without offload."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
@@ -67,7 +67,7 @@ class ShardedStages:
 
     @cached_property
     def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model; not sharded."""
+        """All buffers of this rank by their names in the full model, not sharded."""
         return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
     def moe_layers(self) -> dict[int, MoELayer]:
@@ -81,7 +81,7 @@ class ParallelModel(ShardedStages):
 
     runner: StepRunner
     cast_copies: CastCopies = field(default_factory=CastCopies)
-    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
+    """Copies of the weights in the compute dtype, without FSDP, which casts the weights that it gathers."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -121,7 +121,7 @@ class ParallelModel(ShardedStages):
 
         Args:
             passes: description of the passes, for an error.
-            loss: loss of the last stage inside this context, with as many terms; None: the loss of the model.
+            loss: loss of the last stage inside this context, with as many terms. None: the loss of the model.
 
         Raises:
             RunError: a rank had no room for the tokens of its experts, so the results are wrong.
@@ -144,7 +144,7 @@ class ParallelModel(ShardedStages):
             last.loss = own_loss
 
     def local_receive_load(self) -> Tensor:
-        """Return the receive loads of all passes since the last call; see `expert_parallel.local_receive_load`."""
+        """Return the receive loads of all passes since the last call. See `expert_parallel.local_receive_load`."""
         dispatchers = (layer.dispatcher for layer in self.moe_layers().values())
         return local_receive_load(dispatchers, self.dispatcher, self.groups)
 

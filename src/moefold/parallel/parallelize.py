@@ -50,7 +50,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     Collective over the world. No rank holds full parameters at any time.
 
     Args:
-        loss: the loss of the last stage; None: the recipe's loss.
+        loss: the loss of the last stage. None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     loss = loss or recipe_loss(cfg.align, cfg.train)
@@ -110,7 +110,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
 
     Args:
         for_training: the weights are master weights, sharded over the data-parallel ranks too. Otherwise they are in
-            the compute type, sharded by model parallelism only; routers never compute below float32.
+            the compute type, sharded by model parallelism only. Routers never compute below float32.
     """
     layout = groups.layout
     plan = plan_stages(cfg)
@@ -164,7 +164,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
 
 
 def _set_dtypes(stage: Transformer, run: RunConfig, *, for_training: bool) -> None:
-    """Set the dtype of each weight: master weights, or in the compute type; some never below float32."""
+    """Set the dtype of each weight: master weights, or in the compute type. Some are never below float32."""
     stage.to(master_weight_dtype(run) if for_training else stage.dtype)
     keep_full_precision(stage, master_weight_dtype(run))
     if for_training and stage.settings.lora.trains_adapters_only:
@@ -184,7 +184,7 @@ def _save_memory(stage: Transformer, groups: ParallelGroups, offload: "Activatio
 def _shard_weights(
     stage: Transformer, run: RunConfig, parallel: ParallelConfig, groups: ParallelGroups, *, for_training: bool
 ) -> None:
-    """Shard the weights by model parallelism, and in training over the data-parallel ranks; freeze some."""
+    """Shard the weights by model parallelism, and in training over the data-parallel ranks. Freeze some."""
     has_ranks = groups.layout.world_size > 1
     if has_ranks:
         shard_model_parallel(stage, groups)
@@ -196,7 +196,7 @@ def _shard_weights(
 
 
 class _PhaseRecorder:
-    """Records when a micro-batch enters the stage, and when its gradient enters it; in order of execution.
+    """Records when a micro-batch enters the stage, and when its gradient enters it, in order of execution.
 
     Overlapped passes do not call `forward`. Their runner records the phases itself.
     """

@@ -64,7 +64,7 @@ class PeerExperts:
         all_gather_objects(None, self._ep)
 
     def _share(self, layer: MoELayer, buffers: Iterator[torch.Tensor]) -> None:
-        """Replace the parameters by views of the next parts of the shared memory; let the layer read all of it."""
+        """Replace the parameters by views of the next parts of the shared memory. Let the layer read all of it."""
         experts = layer.experts
         peer_weights = []
         leaf_of = {id(weight): leaf for leaf, weight in experts.named_parameters()}

@@ -99,7 +99,7 @@ class PipelineRunner:
         return partial(run_fsdp_post_backward, module)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of the batch; return this rank's loss terms, 0 except on the last stage."""
+        """Accumulate the gradients of the batch, and return this rank's loss terms, 0 except on the last stage."""
         sync_tied_embedding(self._stages)
         # A schedule waits for other stages whenever it does not run a chunk.
         with self._unsharded_params.step() if self._unsharded_params else nullcontext(), self._comm_timer.waiting():
@@ -109,7 +109,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return this rank's loss terms, [terms], without gradients; 0 except on the last stage."""
+        """Return this rank's loss terms, [terms], without gradients, 0 except on the last stage."""
         sync_tied_embedding(self._stages)
         with self._unsharded_params.unsharded() if self._unsharded_params else nullcontext():
             self._eval_schedule.run(self._split(batch))

@@ -90,7 +90,7 @@ class PipelineSchedule:
 
     Args:
         comm_timer: counts the passes of the stages as working.
-        pairs: resumes the forward pass of a slot during its backward pass; None: the passes run one after the other.
+        pairs: resumes the forward pass of a slot during its backward pass. None: the passes run one after the other.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class OverlappedPairs:
         self._recorder = recorder
 
     def record(self, *actions: Action) -> None:
-        """Record the actions of a slot as a phase of the step; without gradients, the caller names the phase."""
+        """Record the actions of a slot as a phase of the step. Without gradients, the caller names the phase."""
         if not torch.is_grad_enabled():
             return
         passes = [

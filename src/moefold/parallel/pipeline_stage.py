@@ -61,12 +61,12 @@ class PipelineStage:
         self._weight_passes.clear()
 
     def begin_forward(self, x: Tensor, keywords: dict[str, Any]) -> ResumableTask[Tensor]:
-        """Start a forward pass that others resume; `finish_forward` gets its input and its output."""
+        """Start a forward pass that others resume. `finish_forward` gets its input and its output."""
         assert self._resumable is not None
         return ResumableTask(self._resumable(self._track(x), **keywords))
 
     def finish_forward(self, micro_batch: int, x: Tensor, output: Tensor) -> Tensor | None:
-        """Keep the tensors for the backward pass; return the detached output for the next stage, if any."""
+        """Keep the tensors for the backward pass, and return the detached output for the next stage, if any."""
         root: Tensor | GradientEdge | None = None
         if output.requires_grad:
             root = output.sum() if self.is_last else get_gradient_edge(output)
@@ -78,7 +78,7 @@ class PipelineStage:
         return None
 
     def forward(self, micro_batch: int, x: Tensor, keywords: dict[str, Any]) -> Tensor | None:
-        """Run a whole forward pass; see `finish_forward`."""
+        """Run a whole forward pass. See `finish_forward`."""
         output: Tensor = (
             self._module(self._track(x), **keywords)
             if self._resumable is None
@@ -87,11 +87,11 @@ class PipelineStage:
         return self.finish_forward(micro_batch, x, output)
 
     def backward(self, micro_batch: int, gradient: Tensor | None, *, delays_weights: bool) -> Tensor | None:
-        """Run a backward pass; return the gradient of the input, None on the first stage.
+        """Run a backward pass, and return the gradient of the input, None on the first stage.
 
         Args:
             micro_batch: a micro-batch whose forward pass has run.
-            gradient: gradient of the output; None on the last stage.
+            gradient: gradient of the output, or None on the last stage.
             delays_weights: whether `backward_weights` computes the delayed weight gradients later.
         """
         x, root = self._in_flight.pop(micro_batch)

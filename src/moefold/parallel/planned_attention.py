@@ -69,7 +69,7 @@ class AttentionStatistics:
 
 
 class RowTransfer:
-    """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
+    """Exchange of rows in token order: other ranks need rows of this rank's tokens, and it needs rows of theirs.
 
     Args:
         needed: the tokens that this rank needs. Their rows are the rows of a buffer.
@@ -103,7 +103,7 @@ class RowTransfer:
         self._own_places = rank.index(places[ids])
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
+        """Communicate, and return the rows of the needed tokens, [C, W] -> [needed tokens, W]."""
         if self._is_identity:
             return x
         gathered = x.new_empty((self._num_rows, x.shape[1]))
@@ -157,8 +157,8 @@ class RankTasks:
     """Attention of one rank in a micro-batch set: its tasks, and the transfers of queries, keys and values.
 
     Args:
-        num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-        set_index: index of the micro-batch set in the statistics; None if it is not counted, as all ranks have equal
+        num_samples: samples that the rows of a rank are split into, position by position. 1: rows are slots.
+        set_index: index of the micro-batch set in the statistics, or None if it is not counted, as all ranks have equal
             work.
     """
 
@@ -188,7 +188,7 @@ class RankTasks:
 
 
 def members_of_set(groups: ParallelGroups) -> Integers:
-    """Return the number in dp_cp of each rank of a micro-batch set, int64 [dp * cp]; see `token_placement`."""
+    """Return the number in dp_cp of each rank of a micro-batch set, int64 [dp * cp]. See `token_placement`."""
     view = groups.layout.attention
     ranks = groups.attn.dp_cp.ranks
     # Members of a group are sorted by rank, for any order of the axes.
@@ -219,7 +219,7 @@ class AttentionPlanner:
         self._without_documents: dict[object, RankTasks] = {}
 
     def core_attention(self, window: int) -> "PlannedAttention":
-        """Return the core attention of a layer with this sliding window; 0: none."""
+        """Return the core attention of a layer with this sliding window. 0: none."""
         return PlannedAttention(self, window)
 
     def rank_tasks(self, q: Tensor, documents: PackedDocuments | None, window: int) -> RankTasks:
@@ -227,8 +227,8 @@ class AttentionPlanner:
 
         Args:
             q: queries of this rank's tokens, [S/cp, B, A, D].
-            documents: their documents; None if a sample is one document.
-            window: sliding window; 0: no limit.
+            documents: their documents, or None if a sample is one document.
+            window: sliding window. 0: no limit.
         """
         num_tokens, num_samples = q.shape[:2]
         if documents is None:
@@ -282,7 +282,7 @@ class PlannedAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend; see `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
+        """Attend. See `CoreAttention` for the arguments. Communicates over cp, or over dp x cp with a placement."""
         tasks = self.planner.rank_tasks(q, documents, self._window)
         tasks.count_pass()
         return _PlannedFunction.apply(scale_queries(q, scale), k, v, sinks, tasks, self.kernel)

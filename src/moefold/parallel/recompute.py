@@ -28,7 +28,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
 
     Args:
         cfg: a recipe that `check_memory_device` passed.
-        device_bytes: memory of this rank's device; 0 on the CPU, which needs a budget.
+        device_bytes: memory of this rank's device, or 0 on the CPU, which needs a budget.
 
     Raises:
         ConfigError: nothing fits, on all ranks.
@@ -49,7 +49,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes; 0 for a CPU, whose memory is not divided among ranks."""
+    """Return the memory of a GPU in bytes, or 0 for a CPU, whose memory is not divided among ranks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 

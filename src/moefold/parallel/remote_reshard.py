@@ -112,7 +112,7 @@ class WeightSender:
     def send(self) -> list[PendingSend]:
         """Copy the weights that the sampling ranks need from this rank, and start to send them.
 
-        Local; with adapters, collective over a pipeline stage, whose ranks gather the adapters.
+        Local. With adapters it is collective over a pipeline stage, whose ranks gather the adapters.
         """
         # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)

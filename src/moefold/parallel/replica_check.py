@@ -36,7 +36,7 @@ class Divergence:
     """Name: a parameter, a moment (`NAME.exp_avg`), gathered weights, a buffer, the batch, or a host fact."""
     axis: str
     ranks: tuple[int, ...]
-    """The ranks that differ from the majority; all of the group if there is no majority."""
+    """The ranks that differ from the majority, or all of the group if there is no majority."""
     members: tuple[int, ...]
     """All ranks that hold the value."""
 
@@ -91,7 +91,7 @@ class ReplicaGradients:
         """Return metrics of the differences between the replicas' losses and gradients; one all-reduce over the world.
 
         Args:
-            loss: this rank's part of the loss of the global batch, 0-dim; 0 on duplicate ranks.
+            loss: this rank's part of the loss of the global batch, 0-dim, or 0 on duplicate ranks.
         """
         groups = self._model.groups
         layout = groups.layout
@@ -121,7 +121,7 @@ class ReplicaCheck:
 
     Args:
         moments: optimizer moments by name.
-        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
+        zero: the ZeRO level. From 1 on, the gathered weights are compared too.
     """
 
     def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int) -> None:
@@ -148,7 +148,7 @@ class ReplicaCheck:
         If all values are equal, each rank sends only two numbers per axis, once.
 
         Args:
-            host_facts: further values that should be equal; the same names in the same order on all ranks.
+            host_facts: further values that should be equal. The same names in the same order on all ranks.
         """
         digests = list(self._digests(batch, host_facts))
         by_axis = {axis: [d for d in digests if axis in d.axes] for axis in self._groups}
@@ -198,7 +198,7 @@ class ReplicaCheck:
         return divergences
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
-        """Yield the digests of all replicated values; the same names in the same order on all members of a group."""
+        """Yield the digests of all replicated values. The same names in the same order on all members of a group."""
         model = self._model
         digest = self._hasher.digest
         device = model.groups.device
@@ -276,7 +276,7 @@ def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Pa
 
 
 def _minority_ranks(digests: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority (more than half); all without a majority, none if all agree."""
+    """Return the ranks that differ from the majority (more than half), all without a majority and none if all agree."""
     counts = Counter(digests.values())
     if len(counts) < 2:
         return ()

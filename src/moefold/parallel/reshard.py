@@ -55,7 +55,7 @@ class WeightTransfer:
         target: the model that gets them: for inference, or for training under another mapping, without its optimizer
             state. It may lack the multi-token prediction layers of the source.
         max_scratch_bytes: largest memory of the buffers of one bucket on a rank.
-        ranks_per_node: consecutive ranks that share a node, which are preferred as senders; None if all do.
+        ranks_per_node: consecutive ranks that share a node, which are preferred as senders, or None if all do.
 
     Raises:
         ValueError: the mappings have different numbers of ranks, the models have different tensors, or
@@ -136,7 +136,7 @@ class WeightTransfer:
         )
 
     def _share_parameters(self, source: Mapping[str, Tensor]) -> frozenset[str]:
-        """Replace the parameters of the target that coincide with the source's; return their names."""
+        """Replace the parameters of the target that coincide with the source's, and return their names."""
         assert isinstance(self._target, InferenceModel)
         stage = self._target.stage
         shared = set()

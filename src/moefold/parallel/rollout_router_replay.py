@@ -25,10 +25,10 @@ ExpertIds = NDArray[np.integer]
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """The rollout of each token of the packed samples of a step; the same on every rank."""
+    """The rollout of each token of the packed samples of a step, the same on every rank."""
 
     rollout_NS: NDArray[np.int64]
-    """Index of the rollout, [samples of the global batch, S]; -1 for padding."""
+    """Index of the rollout, [samples of the global batch, S], or -1 for padding."""
     offset_NS: NDArray[np.int64]
     """Position in the rollout, prompt included, [samples, S]."""
     last_R: NDArray[np.int64]
@@ -59,7 +59,7 @@ class _Member:
     layers: tuple[int, ...]
     """MoE layers that this rank trains."""
     shard: int
-    """Data-parallel rank of sampling; cp counts as dp there."""
+    """Data-parallel rank of sampling. cp counts as dp there."""
     tp_rank: int
     """Tensor-parallel rank of sampling, and the number of them."""
     tp_size: int

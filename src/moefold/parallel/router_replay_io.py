@@ -85,7 +85,7 @@ class RouterReplayBuffer:
         return step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
 
     def _slots_of(self, batch: Batch) -> Tensor | None:
-        """Return sample * S + position of each token of this rank, [N, S/(cp*tp)]; None: samples in their places."""
+        """Return sample * S + position of each token of this rank, [N, S/(cp*tp)]. None: samples in their places."""
         if "token_samples" not in batch.columns:
             return None
         numbers = batch.columns["token_samples"] * self._shape.seq_len + batch.columns["positions"]
@@ -104,7 +104,7 @@ class RouterReplayBuffer:
                 pass
 
     def _gather_layers(self) -> Iterator[Array]:
-        """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0; empty arrays elsewhere."""
+        """Yield the choices of the global batch, [G, S, K], layer by layer, on rank 0, and empty arrays elsewhere."""
         shape = self._shape
         groups = self._groups
         for number in shape.layers:
@@ -127,7 +127,7 @@ class RouterReplayBuffer:
             )
 
     def _gather_stage_layer(self, number: int) -> Tensor | None:
-        """Gather one layer as bytes, [G, S, K * bytes], on the first rank of this stage; None elsewhere."""
+        """Gather one layer as bytes, [G, S, K * bytes], on the first rank of this stage, or None elsewhere."""
         recorded = self._layer_routing[number].recorded_NSK
         assert recorded is not None, "begin_step() of a recorded step precedes save()"
         if self._slots is not None:
@@ -143,7 +143,7 @@ class RouterReplayBuffer:
         return None if samples is None else samples.flatten(0, 1)
 
     def _gather_slots(self, recorded: Tensor, slots: Tensor) -> Tensor | None:
-        """Gather the choices of one layer where tokens are in slots; see `_gather_stage_layer`."""
+        """Gather the choices of one layer where tokens are in slots. See `_gather_stage_layer`."""
         stage = self._groups.attn.stage
         numbers = gather_to_first(slots, stage)
         shards = gather_to_first(recorded.view(torch.uint8), stage)

@@ -17,7 +17,7 @@ from moefold.parallel.router_replay_io import torch_dtype
 
 
 class RoutingCache:
-    """Expert choices of one MoE layer for all cached tokens; the `override` of its router while rollouts are sampled.
+    """Expert choices of one MoE layer for all cached tokens, the `override` of its router while rollouts are sampled.
 
     Args:
         num_slots: positions of the cache, of all pages together.
@@ -38,7 +38,7 @@ class RoutingCache:
         """Rows that this rank has recorded since it was last reset."""
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Record the choices of this rank's rows of the pass; return them unchanged."""
+        """Record the choices of this rank's rows of the pass, and return them unchanged."""
         slots_R = self._pass.current.slots_R
         self.num_recorded += len(ids_TK)
         if self._ids_PK is None:

@@ -21,7 +21,7 @@ from moefold.comm.shared_memory import PipeBarrier, SharedExchange, open_shared_
 from moefold.errors import RunError
 
 ALIGNMENT = 64
-"""Bytes; the alignment of torch's own allocations on a CPU."""
+"""Bytes of the alignment of torch's own allocations on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Gather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Write this rank's shards when no member reads the old values any more; return when all have written."""
+        """Write this rank's shards when no member reads the old values any more, and return when all have written."""
         with self._waiting():
             self._barrier.wait(self._operation)
             foreach_copy_([param.own_shard for param in self._params], [param.shard() for param in self._params])

@@ -41,7 +41,7 @@ from moefold.ops.gemm import Gemm
 
 
 def apply_tensor_parallel(stage: Transformer, tp: Group, *, overlaps: bool) -> None:
-    """Shard tokens and vocabulary over the tp ranks; `shard_model_parallel` shards the weights."""
+    """Shard tokens and vocabulary over the tp ranks. `shard_model_parallel` shards the weights."""
     if tp.size == 1:
         return
     sequence_parallel = AsyncTensorParallel(tp) if overlaps else SequenceParallelTokens(tp)
@@ -127,7 +127,7 @@ class _GatherVocab(torch.autograd.Function):
 
 
 class TPSumOfSquares:
-    """Sum over tp of the squares of each token's heads; see `FullWidthQKNorm`."""
+    """Sum over tp of the squares of each token's heads. See `FullWidthQKNorm`."""
 
     def __init__(self, tp: Group, num_heads: int) -> None:
         self._tp = tp
@@ -145,7 +145,7 @@ def local_positions(positions: Tensor, tp: Group) -> Tensor:
 
 
 class AsyncTensorParallel(SequenceParallelTokens):
-    """Sequence parallelism whose collectives overlap with adjacent GEMMs; only for unquantized GEMMs.
+    """Sequence parallelism whose collectives overlap with adjacent GEMMs, for unquantized GEMMs only.
 
     Results differ from the results of `SequenceParallelTokens` by rounding: sums over tp are added in ring order.
     """

@@ -13,7 +13,7 @@ WeightGradTask = Callable[[], None]
 
 
 class WeightGradStore:
-    """Store of the weight-gradient tasks of one stage; the `wgrad_store` of its `PipelineStage`.
+    """Store of the weight-gradient tasks of one stage, the `wgrad_store` of its `PipelineStage`.
 
     After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
     Within a micro-batch the tasks run in the order of the backward pass, on all ranks of the stage.
@@ -23,7 +23,7 @@ class WeightGradStore:
     Args:
         reduces_each_micro_batch: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3),
             not at the end.
-        has_hooks: FSDP's own hooks follow the backward passes of the stage; False with `UnshardedParams`.
+        has_hooks: FSDP's own hooks follow the backward passes of the stage. False with `UnshardedParams`.
     """
 
     on_backward_end: WeightGradTask | None = None
@@ -37,7 +37,7 @@ class WeightGradStore:
         self._set_gradient_sync(False)
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """Store a weight-gradient task; see `WeightGradStoreProtocol`."""
+        """Store a weight-gradient task. See `WeightGradStoreProtocol`."""
         self._pending.append((tuple(weights), compute))
 
     def __call__(self) -> WeightGradTask:

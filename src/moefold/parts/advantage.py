@@ -14,7 +14,7 @@ class GroupAdvantage(AdvantagePart, kind="group"):
     """The reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout; see the base class."""
+        """Return the advantage of each rollout. See the base class."""
         return centred(rewards)
 
 
@@ -23,7 +23,7 @@ class GroupStdAdvantage(AdvantagePart, kind="group_std"):
     """The advantage of `group` in standard deviations of the group, with G - 1 degrees of freedom (GRPO)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout; see the base class."""
+        """Return the advantage of each rollout. See the base class."""
         import numpy as np
 
         over_mean = centred(rewards)
@@ -37,7 +37,7 @@ class BatchAdvantage(AdvantagePart, kind="batch"):
     """The advantage of `group` in standard deviations of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout; see the base class."""
+        """Return the advantage of each rollout. See the base class."""
         import numpy as np
 
         over_mean = centred(rewards)
@@ -51,7 +51,7 @@ class LeaveOneOutAdvantage(AdvantagePart, kind="leave_one_out"):
     """The reward minus the mean of the other rewards of its group (RLOO, arXiv:2402.14740)."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout; see the base class."""
+        """Return the advantage of each rollout. See the base class."""
         import numpy as np
 
         counts = reward_counts(rewards)

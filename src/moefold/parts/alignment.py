@@ -68,7 +68,7 @@ class DirectPreference(PreferencePart, kind="dpo"):
     """The logistic loss of the difference of the scores (DPO, arXiv:2305.18290)."""
 
     beta: Annotated[float, POSITIVE] = 0.1
-    """Scale of the implicit rewards; the higher, the closer to the reference."""
+    """Scale of the implicit rewards. The higher, the closer to the reference."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return -log sigmoid(beta * (chosen - rejected))."""
@@ -96,7 +96,7 @@ class IdentityPreference(PreferencePart, kind="ipo"):
 
     is_per_token: ClassVar[bool] = True
     beta: Annotated[float, POSITIVE] = 0.1
-    """Scale of the implicit rewards; the higher, the closer to the reference."""
+    """Scale of the implicit rewards. The higher, the closer to the reference."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return (chosen - rejected - 1 / (2 beta))**2."""
@@ -123,7 +123,7 @@ class SimplePreference(PreferencePart, kind="simpo"):
     has_reference: ClassVar[bool] = False
     is_per_token: ClassVar[bool] = True
     beta: Annotated[float, POSITIVE] = 0.1
-    """Scale of the log-probabilities; 2.0 to 2.5 is usual."""
+    """Scale of the log-probabilities. 2.0 to 2.5 is usual."""
     gamma: Annotated[float, at_least(0)] = 0.5
     """Target margin between the scaled log-probabilities of a pair."""
 
@@ -155,14 +155,14 @@ class KahnemanTversky(PreferencePart, kind="kto"):
     labelled: ClassVar[bool] = True
     mean_metrics: ClassVar[tuple[str, ...]] = ("desirable_reward", "undesirable_reward", "kl")
     beta: Annotated[float, POSITIVE] = 0.1
-    """Scale of the implicit rewards; the higher, the closer to the reference."""
+    """Scale of the implicit rewards. The higher, the closer to the reference."""
     desirable_weight: Annotated[float, POSITIVE] = 1.0
     """Factor of the loss of desirable completions."""
     undesirable_weight: Annotated[float, POSITIVE] = 1.0
     """Factor of the loss of undesirable completions."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
-        """Return the loss of each completion; z has no gradient."""
+        """Return the loss of each completion. z has no gradient."""
         import torch
 
         score = scores.first

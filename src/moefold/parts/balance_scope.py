@@ -37,7 +37,7 @@ class SequenceBalance(BalanceScopePart, kind="sequence"):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchBalance(BalanceScopePart, kind="global_batch"):
-    """The tokens of all micro-batches of the step so far, on all ranks of dp (arXiv:2501.11873); depends on dp."""
+    """The tokens of all micro-batches of the step so far, on all ranks of dp (arXiv:2501.11873). It depends on dp."""
 
     accumulates: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class GlobalBatchBalance(BalanceScopePart, kind="global_batch"):
 
 @dataclass(frozen=True, kw_only=True)
 class LastGlobalBatchBalance(BalanceScopePart, kind="last_global_batch"):
-    """The tokens of the global batch of the last step, for any dp; before the first step, an even load."""
+    """The tokens of the global batch of the last step, for any dp. Before the first step it is an even load."""
 
     keeps_counts: ClassVar[bool] = True
 

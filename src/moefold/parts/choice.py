@@ -164,10 +164,10 @@ def quantile_thresholds(
         scores_TE: scores of this rank's tokens.
         top_k: K.
         group: the ranks that share the micro-batch.
-        is_token_T: rows that are not padding, bool [T]; None: all.
+        is_token_T: rows that are not padding, bool [T]. None: all.
 
     Returns:
-        [E]; 0 if the micro-batch has only padding.
+        [E], or 0 if the micro-batch has only padding.
     """
     if is_token_T is not None:
         return _masked_quantiles(group.gather(scores_TE.masked_fill(~is_token_T.unsqueeze(1), math.inf)), top_k)
@@ -204,7 +204,7 @@ def _oracle_bias(batches: list[OracleScores]) -> "Tensor":
 
 
 def _oracle_thresholds(scores: OracleScores) -> "Tensor":
-    """Return the (1 - K/E) quantile of each expert's scores, [E]; 0 if the micro-batch has only padding."""
+    """Return the (1 - K/E) quantile of each expert's scores, [E], or 0 if the micro-batch has only padding."""
     import torch
 
     num_experts = scores.scores.shape[-1]
@@ -215,7 +215,7 @@ def _oracle_thresholds(scores: OracleScores) -> "Tensor":
 
 @dataclass(frozen=True, kw_only=True)
 class SinkhornChoice(ChoicePart, kind="sinkhorn"):
-    """The best logits after offsets that balance the experts, in training; the best logits in evaluation."""
+    """The best logits after offsets that balance the experts, in training. In evaluation the best logits."""
 
     reads_micro_batch: ClassVar[bool] = True
     iterations: Annotated[int, at_least(1), MaxMagnitude(10_000)] = 20
@@ -250,10 +250,10 @@ def sinkhorn_offsets(
     Args:
         logits_TE: logits of this rank's tokens.
         group: the ranks that share the micro-batch.
-        is_token_T: rows that are not padding, bool [T]; None: all. Padding has no row in the matrix.
+        is_token_T: rows that are not padding, bool [T]. None: all. Padding has no row in the matrix.
 
     Returns:
-        [E]; 0 if the micro-batch has only padding.
+        [E], or 0 if the micro-batch has only padding.
     """
     import torch
 

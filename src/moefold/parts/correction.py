@@ -27,7 +27,7 @@ class ClampedFactor(BoundedCorrection, kind="clamp"):
     """The factor c, clamped to its bounds: truncated importance sampling (TIS)."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
-        """Return the factor of each token; see the base class."""
+        """Return the factor of each token. See the base class."""
         return factor.clamp(self.low, self.high)
 
     def formula(self) -> CorrectionFormula:
@@ -44,7 +44,7 @@ class MaskedFactor(BoundedCorrection, kind="mask"):
     """The factor c, or 0 outside of its bounds: masked importance sampling (IcePop)."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
-        """Return the factor of each token; see the base class."""
+        """Return the factor of each token. See the base class."""
         return factor.where((factor >= self.low) & (factor <= self.high), 0.0)
 
     def formula(self) -> CorrectionFormula:
@@ -64,7 +64,7 @@ class MaskedRollout(BoundedCorrection, kind="sequence_mask"):
     reads_rollouts: ClassVar[bool] = True
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
-        """Return the factor of each token; see the base class."""
+        """Return the factor of each token. See the base class."""
         judged = mean(difference).exp()
         return factor.where((judged >= self.low) & (judged <= self.high), 0.0)
 

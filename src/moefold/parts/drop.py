@@ -15,7 +15,7 @@ class DropByPosition(DropPart, kind="position"):
     """Keep the first tokens by position: later tokens do not change which tokens are dropped."""
 
     def order(self, ids: "Tensor", probs: "Tensor", by_index: "Tensor") -> "Tensor":
-        """Return the order by expert and index; see base class."""
+        """Return the order by expert and index. See base class."""
         return by_index[ids[by_index].argsort(stable=True)]
 
     def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]]:
@@ -28,7 +28,7 @@ class DropByProbability(DropPart, kind="probs"):
     """Keep the most probable tokens, ties by position: a later token may displace an earlier token."""
 
     def order(self, ids: "Tensor", probs: "Tensor", by_index: "Tensor") -> "Tensor":
-        """Return the order by expert, probability and index; see base class."""
+        """Return the order by expert, probability and index. See base class."""
         return _order_by_probability(ids, probs, by_index)
 
     def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]]:
@@ -60,7 +60,7 @@ def _order_by_probability(ids: "Tensor", probs: "Tensor", by_index: "Tensor") ->
 
 
 def _by_probability(queue: list[QueueEntry]) -> list[QueueEntry]:
-    """Sort a queue by descending probability; neighbours that differ by at most 2**-36 of them are sorted by index."""
+    """Sort a queue by descending probability. Neighbours that differ by at most 2**-36 of them are sorted by index."""
     ties: list[tuple[int, QueueEntry]] = []
     tie = 0
     last = None

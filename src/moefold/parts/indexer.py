@@ -14,7 +14,7 @@ class LightningIndexerPart(IndexerPart, kind="lightning"):
     """The layer selects its keys by scores of a few heads (arXiv:2512.02556)."""
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `LightningIndexer`; see base class."""
+        """Yield the parameters of `LightningIndexer`. See base class."""
         yield ParamSpec("wq", (self.num_heads * self.head_dim, source), "attention")
         yield ParamSpec("wk", (self.head_dim, hidden), "attention")
         yield ParamSpec("weights_proj", (self.num_heads, hidden), "attention", never_as_matrix=True)

@@ -28,7 +28,7 @@ class NextTokenLoss(LossPart, kind="next_token"):
         return ("cross_entropy", "z") if self.z_loss else ("cross_entropy",)
 
     def __call__(self, output: "ModelOutput", columns: Mapping[str, "Tensor"]) -> "Tensor":
-        """Compute the terms; see the base class."""
+        """Compute the terms. See the base class."""
         import torch
 
         from moefold.model.loss_function import weighted_sum

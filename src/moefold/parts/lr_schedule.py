@@ -33,7 +33,7 @@ class LinearDecay(DecayPart, kind="linear"):
     """Fall from the peak to min_lr by the same amount in each step."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
-        """Return the learning rate of a step after the warm-up; see the base class."""
+        """Return the learning rate of a step after the warm-up. See the base class."""
         return interpolate(self.min_lr, peak, 1 - progress(step, first, steps))
 
     def formula(self) -> Callable[[float, int, int, int], float]:
@@ -50,7 +50,7 @@ class CosineDecay(DecayPart, kind="cosine"):
     """Fall from the peak to min_lr along half a cosine (arXiv:1608.03983), without restarts."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
-        """Return the learning rate of a step after the warm-up; see the base class."""
+        """Return the learning rate of a step after the warm-up. See the base class."""
         return interpolate(self.min_lr, peak, (1 + math.cos(math.pi * progress(step, first, steps))) / 2)
 
     def formula(self) -> Callable[[float, int, int, int], float]:
@@ -71,10 +71,10 @@ class WarmupStableDecay(DecayPart, kind="wsd"):
     """
 
     decay_steps: Annotated[int, at_least(0), MaxMagnitude(MAX_STEPS)] = 0
-    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one step."""
+    """Steps of the final linear decay. 0: a tenth of the steps of the run, at least one step."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
-        """Return the learning rate of a step after the warm-up; see the base class."""
+        """Return the learning rate of a step after the warm-up. See the base class."""
         return interpolate(self.min_lr, peak, 1 - progress(step, self._decay_start(first, steps), steps))
 
     def describe(self, peak: float, first: int, step: int, steps: int) -> str:

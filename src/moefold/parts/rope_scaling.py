@@ -29,7 +29,7 @@ class UnscaledRope(RopeScalingPart, kind="none"):
     hf_type: ClassVar[str] = "default"
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return powers of theta; see base class."""
+        """Return powers of theta. See base class."""
         return unscaled_frequencies(theta, rotary_dim)
 
     def formula(self) -> RopeFormula:
@@ -44,7 +44,7 @@ class LinearScaling(FactorScaling, kind="linear"):
     hf_type: ClassVar[str] = "linear"
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return the divided frequencies; see base class."""
+        """Return the divided frequencies. See base class."""
         return unscaled_frequencies(theta, rotary_dim) / self.factor
 
     def formula(self) -> RopeFormula:
@@ -71,7 +71,7 @@ class NtkScaling(FactorScaling, kind="ntk"):
             yield Problem(self.key, self.kind, rule, "choose 'linear', or more dimensions")
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return powers of the multiplied theta; see base class."""
+        """Return powers of the multiplied theta. See base class."""
         return unscaled_frequencies(theta * self.factor ** (rotary_dim / (rotary_dim - 2)), rotary_dim)
 
     def formula(self) -> RopeFormula:
@@ -106,7 +106,7 @@ class Llama3Scaling(ContextScaling, kind="llama3"):
             yield Problem(key, self.low_freq_factor, rule, "the published pair is 1.0 and 4.0")
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return the blended frequencies; see base class."""
+        """Return the blended frequencies. See base class."""
         plain = unscaled_frequencies(theta, rotary_dim)
         rotations = self.original_seq_len * plain / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
@@ -138,7 +138,7 @@ class Llama3Scaling(ContextScaling, kind="llama3"):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(ContextScaling, kind="yarn"):
-    """Divide low frequencies, keep high ones, and blend between; scores have a temperature (arXiv:2309.00071).
+    """Divide low frequencies, keep high ones, and blend between. Scores have a temperature (arXiv:2309.00071).
 
     The index of the pair decides, between two numbers of rotations in the original context.
     """
@@ -154,12 +154,12 @@ class Yarn(ContextScaling, kind="yarn"):
     truncate: bool = True
     """Round the bounds of the blended range outwards to whole pairs (gpt-oss does not)."""
     attention_factor: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """Factor on the rotated parts of queries and keys; 0: m(mscale) / m(mscale_all_dim) if both are given, otherwise
+    """Factor on the rotated parts of queries and keys. 0: m(mscale) / m(mscale_all_dim) if both are given, otherwise
     m(1), with m(x) = 0.1 * x * ln(factor) + 1."""
     mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """See attention_factor; 0: not given."""
+    """See attention_factor. 0: not given."""
     mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """See attention_factor; 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
+    """See attention_factor. 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield errors for a factor of 1, a blend outside of the head, and factors that contradict each other."""
@@ -191,7 +191,7 @@ class Yarn(ContextScaling, kind="yarn"):
             yield Problem("model.rope.scaling.mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return the blended frequencies of sec. 3.2; see base class."""
+        """Return the blended frequencies of sec. 3.2. See base class."""
         import torch
 
         plain = unscaled_frequencies(theta, rotary_dim)
@@ -268,10 +268,10 @@ class LongRope(ContextScaling, kind="longrope"):
     long_factors: tuple[float, ...] = ()
     """Divisors of the frequencies where train.seq_len is above original_seq_len."""
     short_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """Factor on the rotated parts of queries and keys together with short_factors; 0: sqrt(1 + ln(factor) /
+    """Factor on the rotated parts of queries and keys together with short_factors. 0: sqrt(1 + ln(factor) /
     ln(original_seq_len))."""
     long_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """Factor on the rotated parts of queries and keys together with long_factors; see short_mscale."""
+    """Factor on the rotated parts of queries and keys together with long_factors. See short_mscale."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield errors for factors that are not a positive number for each pair, or an undefined attention factor."""
@@ -300,7 +300,7 @@ class LongRope(ContextScaling, kind="longrope"):
         return seq_len > self.original_seq_len
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return the divided frequencies; see base class."""
+        """Return the divided frequencies. See base class."""
         import torch
 
         factors = self.long_factors if self.is_long(seq_len) else self.short_factors
@@ -336,5 +336,5 @@ class LongRope(ContextScaling, kind="longrope"):
 
 
 def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Return `count` of the values at even distances; none if there are no values."""
+    """Return `count` of the values at even distances, or none if there are no values."""
     return tuple(values[i * len(values) // count] for i in range(count)) if values else ()

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxScore(RouterScorePart, kind="softmax"):
-    """Softmax of the logits over all experts; `softmax` determines the weights of the chosen ones."""
+    """Softmax of the logits over all experts. `softmax` determines the weights of the chosen ones."""
 
     softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = part_field("router_softmax", "post")
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
-    sparsemixer: each choice has its own softmax, over the experts that are not chosen yet and close to the best expert;
-    training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
+    sparsemixer: each choice has its own softmax, over the experts that are not chosen yet and close to the best expert.
+    Training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
     sums_top2: ClassVar[bool] = False
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":

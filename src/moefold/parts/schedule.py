@@ -87,7 +87,7 @@ class OneForwardOneBackward(_PairedOrder, kind="1f1b"):
     repeats_steady_phase: ClassVar[bool] = True
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-        """Return the slots of a rank; with several stages per rank, of interleaved 1F1B."""
+        """Return the slots of a rank. With several stages per rank, they are of interleaved 1F1B."""
         if num_stages > 1:
             return super().row(rank, pp, num_stages, count)
         ahead = min(count, pp - rank)
@@ -257,7 +257,7 @@ class DualPipeV(SchedulePart, kind="dualpipev"):
 
 @dataclass(frozen=True, kw_only=True)
 class CsvSchedule(_InterleavedOrder, kind="csv"):
-    """Rows from a file; without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
+    """Rows from a file. Without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
 
     path: str = ""
     """File with the actions of each pipeline rank, in order."""
@@ -279,13 +279,13 @@ class CsvSchedule(_InterleavedOrder, kind="csv"):
             yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
 
     def rows(self, pp: int, num_stages: int, count: int, *, overlap: bool = False) -> tuple[SlotRow, ...]:
-        """Read the rows of every pipeline rank; see the base class."""
+        """Read the rows of every pipeline rank. See the base class."""
         if not self.path:
             return super().rows(pp, num_stages, count, overlap=overlap)
         return read_schedule(self.path, pp, num_stages, count)[0]
 
     def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
-        """Read the pipeline rank of each stage; see the base class."""
+        """Read the pipeline rank of each stage. See the base class."""
         return read_schedule(self.path, pp, num_stages)[1] if self.path else super().stage_ranks(pp, num_stages)
 
 

@@ -11,13 +11,13 @@ class Plateau:
     """Held-out rewards so far, and the reference model. Its fields are JSON values, for a checkpoint."""
 
     best: float | None = None
-    """Highest reward of an evaluation; None before the first evaluation."""
+    """Highest reward of an evaluation, or None before the first evaluation."""
     num_since_best: int = 0
     """Evaluations since the highest reward, or since the last reset."""
     num_resets: int = 0
     """Resets of the reference model."""
     reference: str = ""
-    """Weights that the recipe names for the reference model; "" for random weights, and without a KL penalty."""
+    """Weights that the recipe names for the reference model, or "" for random weights, and without a KL penalty."""
     reference_folder: str = ""
     """Checkpoint or Hugging Face folder with these weights, recorded because a run may have newer checkpoints later."""
 
@@ -29,7 +29,7 @@ class Plateau:
 
     @classmethod
     def from_json(cls, state: object) -> Self:
-        """Return the state in a checkpoint; for None, the state of a new run; raise TypeError for another value."""
+        """Return the state in a checkpoint. For None, the state of a new run. Raise TypeError for another value."""
         if state is None:
             return cls()
         if not isinstance(state, dict):

@@ -33,7 +33,7 @@ class FailedReward:
     """Name in reward.use, or the verifier of the task."""
     reason: str
     details: str
-    """Traceback of the function; empty if there is none."""
+    """Traceback of the function, or empty if there is none."""
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -48,9 +48,9 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]; NaN if no function with a weight did."""
+    """Weighted sum over the functions that returned a number, [completions]. NaN: no function with a weight did."""
     by_function: Mapping[str, NDArray[np.float64]]
-    """Results of each of several functions, [completions], by its name in metrics; NaN for None."""
+    """Results of each of several functions, [completions], by its name in metrics, or NaN for None."""
 
 
 def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the weighted sum of scores without NaN, [completions]; NaN if all scores with a weight are NaN."""
+    """Return the weighted sum of scores without NaN, [completions], or NaN if all scores with a weight are NaN."""
     # A function of weight 0 is only reported: its score alone does not give a rollout a reward.
     counts = np.array(weights) != 0
     scores_FG = np.stack(scores)[counts]
@@ -84,7 +84,7 @@ def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
 def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> NDArray[np.float64]:
     """Return DAPO's soft overlong punishment: 0 up to `start` tokens, -1 at max_tokens (arXiv:2503.14476 sec. 3.4).
 
-    The start is rl.length_penalty_from, below max_tokens; 0: no punishment.
+    The start is rl.length_penalty_from, below max_tokens. 0: no punishment.
     """
     if start == 0:
         return np.zeros(lengths.shape)
@@ -92,7 +92,7 @@ def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> N
 
 
 def split_reference(reference: str) -> tuple[Path, str] | None:
-    """Split FILE.py:FUNCTION; return None for a name of another form."""
+    """Split FILE.py:FUNCTION, and return None for a name of another form."""
     path, colon, function = reference.rpartition(":")
     return (Path(path), function) if colon and path.endswith(".py") and function.isidentifier() else None
 
@@ -127,7 +127,7 @@ class Reward:
         """Return the scores of the completions of each prompt, given their texts and tokens.
 
         Raises:
-            RunError: the function failed and reward.on_error is "stop"; or the other ranks would give up before all
+            RunError: the function failed and reward.on_error is "stop", or the other ranks would give up before all
                 prompts are scored.
         """
         calls = [
@@ -175,13 +175,13 @@ class Reward:
         )
 
     def _call_all(self, name: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Any] | RewardError]:
-        """Start the calls of one function; return an iterator of the results."""
+        """Start the calls of one function, and return an iterator of the results."""
         if name in self._pools:
             return self._pools[name].call_all(calls, self._limit_s)
         return iter([list(VERIFIERS[name](**arguments)) for arguments in calls])
 
     def _checked(self, prompt: Prompt, results: Sequence[Sequence[Any] | RewardError], count: int) -> Scores:
-        """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
+        """Return the scores of one prompt, all NaN if a function failed and failures are dropped."""
         scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
             reason = str(result) if isinstance(result, RewardError) else _problem(result, count)
@@ -219,7 +219,7 @@ def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequenc
 
 
 def _problem(scores: Sequence[Any], count: int) -> str:
-    """Return the fault of the returned scores; empty if they are valid."""
+    """Return the fault of the returned scores, or empty if they are valid."""
     if len(scores) != count:
         return f"returned {len(scores)} rewards for {count} completions"
     for score in scores:

@@ -27,7 +27,7 @@ class RewardError(Exception):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
-        """Traceback in the worker; empty if there is none."""
+        """Traceback in the worker, or empty if there is none."""
 
 
 class RewardTimeoutError(RewardError):
@@ -35,7 +35,7 @@ class RewardTimeoutError(RewardError):
 
 
 class _Worker:
-    """One worker process; raises RewardError if the function cannot be imported in time."""
+    """One worker process. It raises RewardError if the function cannot be imported in time."""
 
     def __init__(self, path: Path, function: str) -> None:
         self._process = subprocess.Popen(
@@ -61,7 +61,7 @@ class _Worker:
         return self._process.poll() is None
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> list[Any]:
-        """Return the rewards; raise RewardError if the function failed, and kill one that hangs."""
+        """Return the rewards. Raise RewardError if the function failed, and kill one that hangs."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(arguments) + "\n")
@@ -119,12 +119,12 @@ class RewardPool:
     def call_all(
         self, calls: Sequence[Mapping[str, Any]], limit_s: float | None = None
     ) -> Iterator[list[Any] | RewardError]:
-        """Call the function with each of several keyword arguments; yield results in order, or their errors.
+        """Call the function with each of several keyword arguments, and yield results in order, or their errors.
 
         All calls are queued at once. Pending calls are dropped when the pool is closed.
 
         Raises:
-            TimeoutError: a result is later than `limit_s` for all calls together; pending calls are dropped.
+            TimeoutError: a result is later than `limit_s` for all calls together. Pending calls are dropped.
         """
         return self._threads.map(self._call, calls, timeout=limit_s)
 

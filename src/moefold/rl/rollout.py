@@ -28,14 +28,14 @@ class Rollout:
     """One completion of a prompt."""
 
     prompt_number: int
-    """Number of the prompt in the run; together with `sample_number` the key of the random numbers."""
+    """Number of the prompt in the run, with `sample_number` the key of the random numbers."""
     sample_number: int
     prompt_ids: NDArray[np.int64]
     """[prompt tokens]."""
     tokens: NDArray[np.int64]
     """Sampled tokens, [T]. The last is the end-of-text token unless the rollout is truncated."""
     log_probs: NDArray[np.float64]
-    """Log-probability of each token in the sampler, [T]; float32 values unless run.dtype is float64."""
+    """Log-probability of each token in the sampler, [T]. float32 values unless run.dtype is float64."""
     finish_reason: str
 
     @property
@@ -68,11 +68,11 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     """[G]."""
     scores: NDArray[np.float64]
-    """Result of the reward function, or weighted sum of several, [G]; NaN: no result."""
+    """Result of the reward function, or weighted sum of several, [G]. NaN: no result."""
     rewards: NDArray[np.float64]
     """Scores after the rules on truncated and long rollouts, [G]."""
     by_function: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Results of each of several reward functions, [G], by its name; NaN: no result."""
+    """Results of each of several reward functions, [G], by its name. NaN: no result."""
 
     @property
     def is_mixed(self) -> bool:
@@ -97,7 +97,7 @@ class TrainingRollout:
     rollout: Rollout
     advantage: float
     weight: float
-    """Weight of each token of the rollout in the loss; 0: not trained on."""
+    """Weight of each token of the rollout in the loss. 0: not trained on."""
 
 
 def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:

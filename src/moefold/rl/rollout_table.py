@@ -45,7 +45,7 @@ class Round:
     version: int
     """Optimizer steps of the run up to the weights that sampled."""
     prompts: tuple[int, ...]
-    """Numbers of the sampled prompts, including replaced groups; ascending."""
+    """Numbers of the sampled prompts, including replaced groups, ascending."""
     num_groups: int
     num_rollouts: int
     num_tokens: int
@@ -53,13 +53,13 @@ class Round:
     statistics: RoundStatistics
     failures: tuple[FailedReward, ...] = ()
     groups: tuple[RolloutGroup, ...] | None = None
-    """Groups of the round; None on a rank that only received its rows from the ranks that sample."""
+    """Groups of the round, or None on a rank that only received its rows from the ranks that sample."""
     steps: tuple[StepRows, ...] | None = None
-    """Rows of this rank, by step; None if they are made from the groups."""
+    """Rows of this rank, by step, or None if they are made from the groups."""
     metrics: tuple[dict[str, Any], ...] = ()
     """Metrics of the rollouts of each step, if there are `steps`."""
     routing: SampledRouting | None = None
-    """Choices for routing replay; not in checkpoints, because rounds with it are trained on immediately."""
+    """Choices for routing replay. Not in checkpoints, because rounds with it are trained on immediately."""
     functions: tuple[str, ...] = ()
     """Names of the reward functions, if there are several."""
 
@@ -104,7 +104,7 @@ def make_round(
 
 
 class RolloutTable:
-    """Rounds of rollouts that wait for training, oldest first; at most `rl.staleness / rl.updates` + 1 rounds."""
+    """Rounds of rollouts that wait for training, oldest first, at most `rl.staleness / rl.updates` + 1 rounds."""
 
     def __init__(self, rounds: Iterable[Round] = ()) -> None:
         self._rounds = deque(rounds)
@@ -114,7 +114,7 @@ class RolloutTable:
 
     @property
     def next_prompt(self) -> int | None:
-        """Number of the prompt after the prompts of the last round; None without a round."""
+        """Number of the prompt after the prompts of the last round, or None without a round."""
         return self._rounds[-1].prompts[-1] + 1 if self._rounds else None
 
     def add(self, round_: Round) -> None:
@@ -126,14 +126,14 @@ class RolloutTable:
         return self._rounds.popleft()
 
     def drop(self, skipped: Sequence[range]) -> int:
-        """Remove the rounds that have prompts to skip; return their number."""
+        """Remove the rounds that have prompts to skip, and return their number."""
         kept_rounds = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
         num_dropped = len(self._rounds) - len(kept_rounds)
         self._rounds = deque(kept_rounds)
         return num_dropped
 
     def drop_older(self, step: int, staleness: int, updates: int) -> int:
-        """Remove the first round that exceeds a staleness, and all later rounds; return their number.
+        """Remove the first round that exceeds a staleness, and all later rounds. Return their number.
 
         `step` counts the optimizer steps of the run before training on the oldest round.
         """
@@ -151,7 +151,7 @@ class RolloutTable:
         return [round_.header() for round_ in self._rounds]
 
     def arrays(self) -> Arrays:
-        """Return the columns of all rows, for a checkpoint; empty without a row.
+        """Return the columns of all rows, for a checkpoint, or empty without a row.
 
         All rounds must have their groups.
         """
@@ -245,7 +245,7 @@ def restore_table(
 
 
 def table_headers(state: object) -> list[dict[str, Any]]:
-    """Return the headers in the state of reinforcement learning of a checkpoint; empty for None."""
+    """Return the headers in the state of reinforcement learning of a checkpoint, or empty for None."""
     headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
     names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
     for header in headers if isinstance(headers, list) else [headers]:

@@ -58,7 +58,7 @@ def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Se
 
 
 def sort(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return the fraction of correct positions of the column `answer`; 0.0 for another length."""
+    """Return the fraction of correct positions of the column `answer`, or 0.0 for another length."""
     rewards = []
     for completion, target in zip(completions, answer, strict=True):
         text = text_of(completion)
@@ -95,7 +95,7 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 def column_problem(verifier: str, column: str, value: Any) -> str:
-    """Return the violated rule of a value of a column for which every reward would be 0; empty if there is none."""
+    """Return the violated rule of a value of a column for which every reward would be 0, or empty if there is none."""
     if value is None:
         return "must not be null"
     if verifier == "number" and last_number(str(value)) is None:
@@ -123,7 +123,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Evaluate an expression of whole numbers, + - * / and parentheses; return the value, and its numbers in order.
+    """Evaluate an expression of whole numbers, + - * / and parentheses, and return the value, and its numbers in order.
 
     None if the text is not such an expression, or divides by zero.
     """
@@ -141,7 +141,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(node: ast.expr, numbers: list[int]) -> Fraction:
-    """Return the exact value of a parsed expression, and append its numbers; raise KeyError for other syntax."""
+    """Return the exact value of a parsed expression, and append its numbers. Raise KeyError for other syntax."""
     if isinstance(node, ast.BinOp):
         left = _value(node.left, numbers)
         return _OPERATORS[type(node.op)](left, _value(node.right, numbers))

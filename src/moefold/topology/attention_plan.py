@@ -38,7 +38,7 @@ class TokenRanges(NamedTuple):
         return int((self.stops - self.firsts).sum())
 
     def rows_of(self, tokens: Integers) -> Integers:
-        """Return the rows of tokens in the buffer; -1: the token is in no range."""
+        """Return the rows of tokens in the buffer. -1: the token is in no range."""
         if not len(self.firsts):
             return np.full(len(tokens), -1)
         lengths = self.stops - self.firsts
@@ -110,7 +110,7 @@ class AttentionPlan:
     A task is rows of one document. Each attends to the keys of the document up to its own.
 
     Args:
-        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included. 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
         stops_K: number of the last token of each task, plus 1.
@@ -151,7 +151,7 @@ class AttentionPlan:
         """Compute the rows that are sent.
 
         Args:
-            rank: compute only the rows that this rank sends or receives, which is faster; None: all rows.
+            rank: compute only the rows that this rank sends or receives, which is faster. None: all rows.
         """
         tasks = np.arange(len(self.compute_ranks_K)) if rank is None else self._tasks_of(rank)
         compute_ranks = self.compute_ranks_K[tasks]
@@ -234,11 +234,11 @@ def plan_attention(
     anyway, then a rank of its node, then the rank with the least work.
 
     Args:
-        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
-        tolerance: see above, at least 0; None if every rank computes the rows that it holds.
+        window: sliding window: maximum number of keys of a query, its own included. 0: no limit.
+        tolerance: see above, at least 0, or None if every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.
-        pool: number of ranks that share work, a divisor of the number of ranks; 0: all.
-        nodes: node of each rank; None if all ranks are in one node.
+        pool: number of ranks that share work, a divisor of the number of ranks. 0: all.
+        nodes: node of each rank, or None if all ranks are in one node.
     """
     documents, firsts, stops, compute_ranks = _tasks_at_home(placement)
     plan = AttentionPlan(placement, window, documents, firsts, stops, compute_ranks)
@@ -270,7 +270,7 @@ def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, 
 def _joined(
     documents: Integers, firsts: Integers, stops: Integers, compute_ranks: Integers
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Sort tasks by rank and token; join tasks of one document that follow each other on a rank."""
+    """Sort tasks by rank and token. Join tasks of one document that follow each other on a rank."""
     order = np.lexsort((firsts, compute_ranks))
     documents, firsts, stops, compute_ranks = documents[order], firsts[order], stops[order], compute_ranks[order]
     begins = np.ones(len(order), bool)
@@ -332,7 +332,7 @@ class _Balancer:
         self._stops: dict[int, int] = {}
         """End of the remaining rows of each task that has given rows."""
         self._heaps: dict[int, list[tuple[int, int]]] = {}
-        """Ranks below the limit with their pairs, by node and, under -1, for all nodes; old entries are skipped."""
+        """Ranks below the limit with their pairs, by node and, under -1, for all nodes. Old entries are skipped."""
 
     def moves(self) -> Iterable[_Move]:
         """Yield the moves."""
@@ -397,7 +397,7 @@ class _Balancer:
             first: first row of the task, from the start of its document.
             stop: row after its last.
             needed: pairs of the rows after the cut.
-            rounds_down: take at most this many pairs, unless it is one block; otherwise the nearest number.
+            rounds_down: take at most this many pairs, unless it is one block. Otherwise the nearest number.
         """
         before = self._pairs_before(stop) - needed
         if before <= self._pairs_before(first):

@@ -50,7 +50,7 @@ def stage_collectives(
     kind: str,
     micro_batch: int,
 ) -> Iterator[CollectiveStart]:
-    """Yield the expert collectives of one pass of a stage, in order; `kind` is F, B or I."""
+    """Yield the expert collectives of one pass of a stage, in order. `kind` is F, B or I."""
     first = model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if model.all_layers[number].ffn.is_routed]

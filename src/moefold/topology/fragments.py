@@ -42,7 +42,7 @@ class RoundCalendar:
     sites: SitesConfig
 
     def fragments_due(self, step: int) -> tuple[int, ...]:
-        """Return the fragments of the round after a step, counted from 1; empty if there is no round.
+        """Return the fragments of the round after a step, counted from 1, or empty if there is no round.
 
         Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step
         of the run, all fragments have a round.
@@ -69,7 +69,7 @@ class RoundCalendar:
         return num_rounds + (step >= self.run.steps)
 
     def step_of_round(self, index: int) -> int:
-        """Return the step after which a round is due on this site, with rounds counted from 1; 0: before all rounds."""
+        """Return the step after which a round is due on this site, with rounds counted from 1. 0: before all rounds."""
         return bisect_left(range(self.run.steps + 1), index, key=self.rounds_until)
 
     def round_order(self) -> list[int]:

@@ -22,7 +22,7 @@ DEFAULT_MOE_ORDER = "pp-edp-ep-etp"
 
 @dataclass(frozen=True)
 class View:
-    """One factorisation of ranks 0 .. product(degrees)-1; `axes` runs from the slowest to the fastest."""
+    """One factorisation of ranks 0 .. product(degrees)-1. `axes` runs from the slowest to the fastest."""
 
     axes: tuple[str, ...]
     degrees: tuple[int, ...]

@@ -275,7 +275,7 @@ class StagePlan:
         return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
 
     def rank_of_layers(self, num_layers: int) -> dict[int, int]:
-        """Return the pipeline rank of every layer by number; MTP layers follow the `num_layers`."""
+        """Return the pipeline rank of every layer by number. MTP layers follow the `num_layers`."""
         owners = {i: stage.pp_rank for stage in self.stages for i in stage.parts.layers}
         mtp_ranks = [stage.pp_rank for stage in self.stages for _ in range(stage.parts.num_mtp_layers)]
         return owners | {num_layers + i: rank for i, rank in enumerate(mtp_ranks)}

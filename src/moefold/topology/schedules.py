@@ -50,7 +50,7 @@ def schedule_row(
 def schedule_rows(
     schedule: str | Part, pp: int, virtual_stages: int, num_micro_batches: int, *, overlap: bool = False
 ) -> tuple[SlotRow, ...]:
-    """Return the slots of every pipeline rank; see `schedule_row`.
+    """Return the slots of every pipeline rank. See `schedule_row`.
 
     Raises:
         ConfigError: the schedule file cannot be read or is wrong, or a schedule of another package has wrong rows.
@@ -64,7 +64,7 @@ def schedule_rows(
 
 @lru_cache(maxsize=16384)
 def _problem_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtual_stages: int, count: int) -> str:
-    """Return the error in the rows of a schedule, as it follows its name in a message; "" without an error."""
+    """Return the error in the rows of a schedule, as it follows its name in a message, or "" without an error."""
     ranks = schedule.stage_ranks(pp, virtual_stages)
     return find_problem(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
 

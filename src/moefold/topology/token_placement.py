@@ -2,7 +2,7 @@
 
 Micro-batch set j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides
 only where tokens are computed. The result is the same. Documents are contiguous parts of a sample whose tokens attend
-to each other only; together they cover it.
+to each other only. Together they cover it.
 
 Tokens of a micro-batch set have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1.
 A rank's slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r %
@@ -34,7 +34,7 @@ class MicroBatchSetShape:
     micro_batch_size: int = 1
     """Samples of a dp rank, B."""
     seq_len: int
-    """Tokens of a sample, S; cp divides it."""
+    """Tokens of a sample, S. cp divides it."""
 
     @property
     def num_ranks(self) -> int:
@@ -140,7 +140,7 @@ def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
 
 
 def _place_samples(shape: MicroBatchSetShape, bounds_N: Integers) -> Placement:
-    """Give each cp rank two chunks of each sample of its dp rank; the whole sample without context parallelism."""
+    """Give each cp rank two chunks of each sample of its dp rank, or the whole sample without context parallelism."""
     cp = shape.cp
     num_chunks = 2 * cp if cp > 1 else 1
     size = shape.seq_len // num_chunks

@@ -22,7 +22,7 @@ class AdapterWeights:
     """The base weights of a run, with the metadata that its checkpoints store."""
 
     base: Path | None
-    """Folder of the base weights; None: random weights of the seed, which are not in a file."""
+    """Folder of the base weights. None: random weights of the seed, which are not in a file."""
     settings: dict[str, Any]
     """Settings of the adapters for checkpoints, see `adapter_settings`."""
 
@@ -33,10 +33,10 @@ class AdapterWeights:
         """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from. Collective.
 
         Args:
-            resumed: the checkpoint to resume from; None for a new run.
+            resumed: the checkpoint to resume from, or None for a new run.
 
         Raises:
-            ConfigError: the base weights are gone or have changed; raised on every rank.
+            ConfigError: the base weights are gone or have changed. Raised on every rank.
         """
         source: tuple[Path | None, str, str] = (None, "", "")
         if groups.rank == 0:

@@ -63,7 +63,7 @@ class AttentionMeter:
         return numbers.to(device, non_blocking=True)
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Compute the metrics from the sums of `local_statistics` over all ranks; empty if nothing was counted."""
+        """Compute the metrics from the sums of `local_statistics` over all ranks, or empty if nothing was counted."""
         if not sums.numel() or not sums[:-1].any():
             return {}
         groups = [list(members) for members in self._groups.layout.attention.groups("dp", "cp")]

@@ -39,7 +39,7 @@ class InputCount:
 
     @property
     def token_weight(self) -> float | None:
-        """Share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
+        """Share of each token in the auxiliary losses of the routers: 1 / tokens, or None if there is no padding.
 
         All ranks get the same value, including ranks without padding.
         """
@@ -132,7 +132,7 @@ class BatchBuilder:
         return Batch(tensors.pop("tokens"), tensors, bounds, count.num_tokens)
 
     def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
+        """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]. 0 past the end of a sample.
 
         They are taken from the full sample, so no communication with the ranks of later positions is needed.
         """
@@ -142,7 +142,7 @@ class BatchBuilder:
         return ahead
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device without waiting; floating-point values in the type of the loss."""
+        """Copy to the device without waiting. Floating-point values get the type of the loss."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataFingerprints:
-    """Fingerprints of all data files; the same on every rank."""
+    """Fingerprints of all data files, the same on every rank."""
 
     by_name: dict[str, str] = field(default_factory=dict)
-    """Results of `fingerprint`, computed by rank 0 only; "skipped" for files that any rank has to skip."""
+    """Results of `fingerprint`, computed by rank 0 only. "skipped" for files that any rank has to skip."""
     skip_reasons: dict[str, str] = field(default_factory=dict)
     """Reason for each skipped file, if known."""
 
@@ -39,8 +39,8 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
     """Fingerprint the data files on rank 0 and compare them with every rank's. Collective over the world.
 
     Raises:
-        ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
-            raised on every rank.
+        ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt.
+            Raised on every rank.
     """
     on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
     own = {} if world.is_rank0 else size_differences(on_rank0.by_name, file_sizes(data))

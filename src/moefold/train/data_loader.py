@@ -36,11 +36,11 @@ class DataLoader:
     """Loads this rank's shard of each batch. With data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
     train_sampler: Sampler
-    """The training samples; set by `open`, like `validation_sampler`."""
+    """The training samples, set by `open`, like `validation_sampler`."""
     validation_sampler: Sampler
     train_sharder: BatchSharder
     reference: ReferenceLogProbs | None
-    """Log-probabilities of preference data under the reference model; None for other data."""
+    """Log-probabilities of preference data under the reference model, or None for other data."""
 
     def __init__(
         self, cfg: Config, model: ParallelModel, position: Position, program_data: ProgramData | None = None
@@ -61,7 +61,7 @@ class DataLoader:
         self.events: list[DataEvent] = []
         """Dropped data that is not logged yet."""
         self.message = ""
-        """A message about dropped or moved files, or the reason why the data restarts at sample 0; may be empty."""
+        """A message about dropped or moved files, or the reason why the data restarts at sample 0. It may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
         self._can_drop_files = cfg.data.drops_files
 
@@ -122,7 +122,7 @@ class DataLoader:
             self.train_sampler.restore(state_dict.get("stream"))
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next global batch, and the sample numbers of the batch; see `StepData`.
+        """Return this rank's shard of the next global batch, and the sample numbers of the batch. See `StepData`.
 
         Raises:
             BrokenShardError, OutOfVocabError: a file cannot be read and may not be dropped.
@@ -140,7 +140,7 @@ class DataLoader:
         return self.train_sharder.to_batch(part), samples
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
-        """Return this rank's validation batches, empty if all samples are lost; raises as `next_batch`."""
+        """Return this rank's validation batches, empty if all samples are lost. It raises as `next_batch`."""
         count = self._cfg.train.eval_samples if num_samples is None else num_samples
 
         def read() -> tuple[list[WeightedSamples], int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> tuple[Config, str]:
-    """Return a recipe with run.steps computed from run.epochs, and a message; reads and tokenises the data.
+    """Return a recipe with run.steps computed from run.epochs, and a message. It reads and tokenises the data.
 
     The steps are rounded up: the last step may go beyond the last epoch. Every process computes the same number.
 
@@ -50,7 +50,7 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
 
 
 def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
-    """Return why the length of the data is certainly unknown, from the settings only; "" if it may be known."""
+    """Return why the length of the data is certainly unknown, from the settings only, or "" if it may be known."""
     if data.streaming:
         return "data.streaming=true reads a stream, whose length is unknown"
     if data.kind == "synthetic":

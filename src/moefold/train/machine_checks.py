@@ -36,7 +36,7 @@ from moefold.validate.pipeline import check_schedule_file
 
 
 def check_machine(cfg: Config) -> None:
-    """Check folders, data, checkpoints and packages on the machine that will run the config; creates nothing.
+    """Check folders, data, checkpoints and packages on the machine that will run the config. It creates nothing.
 
     The config must have passed `check_config`.
     """
@@ -135,7 +135,7 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
 
 
 def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
-    """Check every expert choice of the trace to replay; reads the whole trace, so call it on one process per host.
+    """Check every expert choice of the trace to replay. It reads the whole trace, so call it on one process per host.
 
     The trace must have passed `check_replay`.
     """
@@ -150,7 +150,7 @@ def _list_checkpoints(folder: Path) -> list[Path]:
 
 
 def probe_folder(key: str, path: str) -> None:
-    """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there."""
+    """Try to create a temporary file in a folder, or in its closest existing parent. It leaves nothing there."""
     name = Setting(key, path)
     if is_remote(path):
         if path.startswith("memory://"):
@@ -207,7 +207,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     """Check that rollout.folder holds the model of the recipe, and that a vLLM server runs with it.
 
     Args:
-        rank_env: the rank; None before the ranks start.
+        rank_env: the rank, or None before the ranks start.
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
     """
     from moefold.convert.preflight import init_from_unsupported_reason

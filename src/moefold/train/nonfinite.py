@@ -28,13 +28,13 @@ class RankNonFinite:
     is_bad_on_rerun: bool
     """In the rerun, the loss or a gradient was not finite."""
     samples: tuple[int, ...] | None = None
-    """Samples with tokens on this rank, as indices in the global batch, if `parallel.context` moves tokens;
-    None: the samples of its data-parallel rank."""
+    """Samples with tokens on this rank, as indices in the global batch, if `parallel.context` moves tokens. None: the
+    samples of its data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Findings of all ranks; the same on every rank."""
+    """Findings of all ranks, the same on every rank."""
 
     findings: tuple[RankNonFinite, ...]
 
@@ -55,7 +55,7 @@ class NonFiniteReport:
 
     @property
     def is_reproducible(self) -> bool:
-        """True if the rerun was also not finite; else the fault is probably in the hardware, not in the batch."""
+        """True if the rerun was also not finite. Else the fault is probably in the hardware, not in the batch."""
         return any(finding.is_bad_on_rerun for finding in self.findings)
 
     def describe(self) -> str:

@@ -70,12 +70,12 @@ class Position:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether an event with period `every` happens after a step; 0: never."""
+    """Return whether an event with period `every` happens after a step. 0: never."""
     return every > 0 and step % every == 0
 
 
 def is_evaluation_due(every: int, step: int, last_step: int) -> bool:
-    """Return whether to evaluate after a step: every train.eval_every steps, and after the last one; 0: never."""
+    """Return whether to evaluate after a step: every train.eval_every steps, and after the last one. 0: never."""
     return is_due(every, step) or (every > 0 and step == last_step)
 
 

@@ -53,7 +53,7 @@ class RankLoss:
 
     @property
     def restored_step(self) -> int | None:
-        """The step that is restored from memory; None if a checkpoint is loaded."""
+        """The step that is restored from memory, or None if a checkpoint is loaded."""
         return self.generation.plan["step"]
 
     @property
@@ -137,7 +137,7 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
 
 
 def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Mapping[int, Any]) -> int:
-    """Return the step of the newest complete checkpoint that the survivors have saved; -1 without one.
+    """Return the step of the newest complete checkpoint that the survivors have saved, or -1 without one.
 
     It is newer than all snapshots if snapshots are taken less often than checkpoints, or not at all, as with dp=1.
 
@@ -157,9 +157,9 @@ class MemberChoice(NamedTuple):
     members: tuple[int, ...]
     """Job ranks, ascending."""
     generation: int
-    """Generation of the snapshots that the survivors keep; 0 without snapshots."""
+    """Generation of the snapshots that the survivors keep, or 0 without snapshots."""
     step: int | None
-    """Step to restore from the snapshots; None: the members load a checkpoint."""
+    """Step to restore from the snapshots. None: the members load a checkpoint."""
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
@@ -210,8 +210,8 @@ def choose_survivors(facts: Mapping[int, Any], count: int, snapshots: PeerSnapsh
 
 
 TrainMembership = Callable[[Config, Sequence[str], Sequence[Callback], SaveHistory], int]
-"""Train with the default process group of the generation, given its recipe, messages for the log, further callbacks
-and the checkpoints of the run; return the exit status."""
+"""Train with the default process group of the generation, given its recipe, messages for the log, further callbacks and
+the checkpoints of the run, and return the exit status."""
 
 
 class RegroupLoop:
@@ -241,7 +241,7 @@ class RegroupLoop:
         self._rank_loss: RankLoss | None = None
 
     def run(self, stop: StopSignals) -> int:
-        """Train to the end, through losses; return the exit status.
+        """Train to the end, through losses, and return the exit status.
 
         Args:
             stop: signal handlers. From the first loss on, a signal that comes between two steps is not lost.

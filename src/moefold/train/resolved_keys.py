@@ -79,7 +79,7 @@ def settings_of_checkpoint(
 
 
 def describe_learning_rate(cfg: Config, left_out: frozenset[str]) -> str:
-    """Return the line of the log about a learning rate that the recipe leaves out; "" if it sets one."""
+    """Return the line of the log about a learning rate that the recipe leaves out, or "" if it sets one."""
     if LR_KEY not in left_out:
         return ""
     settings = method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl)

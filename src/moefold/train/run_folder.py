@@ -56,7 +56,7 @@ class RunFolder:
     cfg: Config
     """The recipe with the chosen folder as its run.dir."""
     message: str = ""
-    """Log message: the run that is left unchanged, or the settings changed on resume; may be empty."""
+    """Log message: the run that is left unchanged, or the settings changed on resume. It may be empty."""
 
 
 def choose_run_folder(
@@ -212,7 +212,7 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
 
 
 def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
-    """Return why the recipe cannot resume from run.dir; empty if it can."""
+    """Return why the recipe cannot resume from run.dir, or empty if it can."""
     resume = cfg.checkpoint.resume
     if resume == "never":
         return "checkpoint.resume='never'"
@@ -269,7 +269,7 @@ def _settings(cfg: Config) -> Settings:
 
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
-    """Return values by name; layers in the shortest form, files of external parts by their content only."""
+    """Return values by name, layers in the shortest form, files of external parts by their content only."""
     settings = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")
@@ -310,7 +310,7 @@ def _describe_change(key: str, settings: Settings, now: Settings) -> str:
 
 
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
-    """Return a message with the settings that changed on resume; empty if none did."""
+    """Return a message with the settings that changed on resume, or empty if none did."""
     if settings is None or cfg.checkpoint.resume != "auto" or newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None:
         return ""
     now = _settings(cfg)

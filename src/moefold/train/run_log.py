@@ -63,7 +63,7 @@ class RunLog:
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace_writer: RoutingTraceWriter | None = None
-        """Writes the routing of traced steps; None if the recipe traces nothing."""
+        """Writes the routing of traced steps, or None if the recipe traces nothing."""
 
     def __enter__(self) -> Self:
         cfg = self._cfg
@@ -163,7 +163,7 @@ class RunLog:
         self._log_resume(resume, "rolled back to", step, self._open_writers(step))
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
-        """Plot the loss if asked; log how the run ended and how long saving blocked it, including the last save."""
+        """Plot the loss if asked. Log how the run ended and how long saving blocked it, including the last save."""
         self._progress.end()
         if self._cfg.metrics.plot and step >= self._first_step:
             from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss

@@ -21,7 +21,7 @@ class StopSignals:
     """Context manager that records the stop signals. It can be nested. A second Ctrl-C abandons the step.
 
     Args:
-        announces: confirm the first Ctrl-C on stderr; set on one rank of the job.
+        announces: confirm the first Ctrl-C on stderr. One rank of the job does.
     """
 
     def __init__(self, *, announces: bool = False) -> None:

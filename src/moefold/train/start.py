@@ -215,7 +215,7 @@ def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "Pro
 
 
 def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
-    """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
+    """Plan the parallel mapping, and return the new config and the rendezvous store, which must outlive the rendezvous.
 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
     """

@@ -32,7 +32,7 @@ class StepData(Protocol):
 
     @property
     def message(self) -> str:
-        """A message about the data for the start of the run; may be empty."""
+        """A message about the data for the start of the run. It may be empty."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class StepData(Protocol):
 
     @property
     def validation_sampler(self) -> SampleCatalog:
-        """The held-out samples, after `open`; may be empty."""
+        """The held-out samples, after `open`. It may be empty."""
         ...
 
     @property
@@ -67,10 +67,10 @@ class StepData(Protocol):
         ...
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
-        """Return this rank's validation batches; empty if the data has none, or all are lost.
+        """Return this rank's validation batches, or empty if the data has none, or all are lost.
 
         Args:
-            num_samples: the first samples to read; None: train.eval_samples of them.
+            num_samples: the first samples to read. None: train.eval_samples of them.
         """
         ...
 

@@ -28,7 +28,7 @@ class Mismatch:
     limit: float
 
     def describe(self) -> str:
-        """Describe a mismatch beyond the limit; empty within the limit."""
+        """Describe a mismatch beyond the limit, or empty within the limit."""
         # NaN is beyond any limit.
         if self.mean <= self.limit:
             return ""
@@ -45,7 +45,7 @@ class StepDecision:
     action: FaultAction
     reason: Literal["", "nonfinite", "mismatch", "spike"] = ""
     description: str = ""
-    """Description of the fault; empty if there is none."""
+    """Description of the fault, or empty if there is none."""
 
     @property
     def updates(self) -> bool:
@@ -79,7 +79,7 @@ class StepGuard:
         Args:
             metrics: metrics of the whole global batch, the same on every rank, by their names in a message: the metrics
                 in `SPIKE_METRICS` and all others that must be finite.
-            mismatch: mismatch of a step on rollouts of its own weights; None for other steps.
+            mismatch: mismatch of a step on rollouts of its own weights, or None for other steps.
         """
         decision = self._apply_limits(self._initial_decision(metrics, mismatch))
         if decision.updates:
@@ -103,7 +103,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a history; {} stands for the history of a run without faults.
+        """Restore a history. {} stands for the history of a run without faults.
 
         Rollbacks of this object are kept, as a state saved before a rollback lacks them.
         """
@@ -129,7 +129,7 @@ class StepGuard:
         return StepDecision(cfg.spike, "spike", " and ".join(high)) if high else StepDecision("update")
 
     def _describe_spike(self, name: str, value: float) -> str:
-        """Describe a spike by its distance from the recent values; empty if the value is not a spike."""
+        """Describe a spike by its distance from the recent values, or empty if the value is not a spike."""
         values = self._recent_values[name]
         if len(values) < self._cfg.spike_window:
             return ""

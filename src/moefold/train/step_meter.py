@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a step over the global batch, equal on all ranks; `metrics.definitions.STEP` defines the numbers."""
+    """Results of a step over the global batch, equal on all ranks. `metrics.definitions.STEP` defines the numbers."""
 
     loss: float
     aux_loss: float
@@ -58,7 +58,7 @@ class StepResult:
     offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
     attention: dict[str, float] = field(default_factory=dict)
-    """Numbers of planned attention by name, see `AttentionMeter.metrics`; empty without it."""
+    """Numbers of planned attention by name, see `AttentionMeter.metrics`, or empty without it."""
     expert_counts: np.ndarray
     """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     flags: tuple[int, ...]
@@ -66,11 +66,11 @@ class StepResult:
     peak_memory_gib: float
     """Largest peak memory over the ranks since they started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
-    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.step_metrics`."""
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]. See `metrics.step_metrics`."""
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
-    """Ranks and parameters with non-finite values; None after a finite step."""
+    """Ranks and parameters with non-finite values, or None after a finite step."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over all ranks that an update needs, next to the result; the same on every rank."""
+    """Sums over all ranks that an update needs, next to the result, the same on every rank."""
 
     result: StepResult
     """Result of the step, still without the decision and the report of the guard."""
@@ -107,9 +107,9 @@ class StepTotals:
     """Routed tokens per expert, [MoE layers, E], like `thresholds`."""
     thresholds: Tensor
     receive_loads: Tensor
-    """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
+    """Largest receive load of each rank, [ranks], or [0] if the dispatcher always has room."""
     projected: "ProjectedGradient | None"
-    """Gradient of forward passes (`OptimizerPart.passes`); None with gradients."""
+    """Gradient of forward passes (`OptimizerPart.passes`), or None with gradients."""
 
 
 class StepMeter:
@@ -159,7 +159,7 @@ class StepMeter:
         return [] if self._attention is None else self._attention.host_facts()
 
     def own_loss(self, losses: Tensor) -> Tensor:
-        """Sum the terms of the loss function, without the MTP loss; [1]."""
+        """Sum the terms of the loss function, without the MTP loss, [1]."""
         return self._tp_dedup(losses[: len(self._loss_terms)].sum(0, keepdim=True))
 
     def _tp_dedup(self, loss: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class StepMeter:
         )
 
     def _times(self, device: torch.device) -> Tensor:
-        """Return compute, data and communication time of this rank in seconds, [3]; zeros if nothing is timed."""
+        """Return compute, data and communication time of this rank in seconds, [3], or zeros if nothing is timed."""
         times = torch.zeros(NUM_TIMES, dtype=torch.float64, device=device)
         total_s, waited_s = self._model.groups.world.comm_timer.read()
         if total_s:
@@ -299,7 +299,7 @@ class StepMeter:
 
     @property
     def _num_choices(self) -> int:
-        """Number of experts that a router chooses; 0 in a model without routers."""
+        """Number of experts that a router chooses, 0 in a model without routers."""
         return self._routed.num_choices if self._routed else 0
 
     def _layer_metrics(

@@ -47,7 +47,7 @@ STOP_POLL_EVERY = 8
 
 
 class TrainingStep:
-    """Runs optimizer steps on a parallel model; `guard` decides whether a step is applied.
+    """Runs optimizer steps on a parallel model. `guard` decides whether a step is applied.
 
     `outer` is the outer optimizer of a run with sites, else None. `router_replay` records and replays the routing if
     the recipe asks for it. `moment_updates` counts the updates since the optimizer moments were zero. `meter` measures
@@ -125,7 +125,7 @@ class TrainingStep:
         return {"moment_updates": self.moment_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the number of updates of the moments; {} stands for a new optimizer."""
+        """Set the number of updates of the moments. {} stands for a new optimizer."""
         self.restore_moment_updates(state_dict.get("moment_updates", 0))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class TrainingStep:
 
         Args:
             step: number of this step, 1-based.
-            flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
+            flags: returns the stop flags of this rank. Polled once the gradients are ready, and summed over all ranks.
         """
         self.begin_step(step, batch)
         replicas = self._replica_gradients if is_due(self._cfg.faults.replica_check_every, step) else None
@@ -220,7 +220,7 @@ class TrainingStep:
         self.moment_updates = count
 
     def _update_weights(self, totals: StepTotals) -> int:
-        """Update the weights; return the number of updates of the moments, 0 if the optimizer has made none."""
+        """Update the weights, and return the number of updates of the moments, 0 if the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
@@ -246,7 +246,7 @@ class TrainingStep:
         return track_memory(self.model, self.optimizer, *tensors)
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
-        """Accumulate the gradients of a batch, or run only forward passes; return this rank's loss terms."""
+        """Accumulate the gradients of a batch, or run only forward passes, and return this rank's loss terms."""
         if self._passes is not None:
             return self._passes.run(batch, step, self.begin_step)
         return self.model.forward_backward(batch)
@@ -303,10 +303,10 @@ class TrainingStep:
         """Compute the loss as `evaluate` does, unless a rank raises a stop flag. Collective.
 
         Args:
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch. None: no polls.
 
         Returns:
-            The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
+            The loss, or None if the evaluation was interrupted, and the number of ranks that raised each flag.
         """
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
@@ -324,7 +324,7 @@ class TrainingStep:
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 
     def _count_flags(self, flags: Sequence[bool]) -> tuple[int, ...]:
-        """Return how many ranks raise each flag; all-reduce over the world."""
+        """Return how many ranks raise each flag, by an all-reduce over the world."""
         groups = self.model.groups
         raised = torch.tensor(flags, dtype=torch.float32, device=groups.device)
         return tuple(int(count) for count in all_reduce_sum(raised, groups.world).tolist())

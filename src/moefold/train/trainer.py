@@ -50,10 +50,10 @@ class Trainer:
 
         Args:
             messages: lines to log before all others.
-            loss: the loss to minimise; None: next-token prediction.
-            data: the samples of data.kind="program"; None: the recipe's samples.
+            loss: the loss to minimise. None: next-token prediction.
+            data: the samples of data.kind="program". None: the recipe's samples.
             callbacks: hooks of the program, the same on every rank, see `CallbackStage`.
-            history: checkpoints of an earlier trainer of this process; None for the first.
+            history: checkpoints of an earlier trainer of this process, or None for the first.
         """
         self._cfg = cfg
         self._initial_messages = tuple(messages)
@@ -156,7 +156,7 @@ class Trainer:
             yield callback
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
-        """Load a batch and train on it; return None if the step was rolled back. Collective."""
+        """Load a batch and train on it, and return None if the step was rolled back. Collective."""
         clock = self._flight_recorder.clock
         started_s = clock()
         self._flight_recorder.begin_step(self.position.step + 1, "loading data")
@@ -183,7 +183,7 @@ class Trainer:
         )
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
-        """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
+        """Log, skip, roll back or stop after a step at fault, and return False after a rollback. Collective.
 
         Raises:
             RunError: the recipe stops the run.

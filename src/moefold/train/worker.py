@@ -58,7 +58,7 @@ class TrainOutcome:
     """Metrics of the last step, as in metrics.jsonl; None if this call trained no step, or on ranks that only sample.
     """
     checkpoint: Path | None = None
-    """Newest complete checkpoint of the run; None if it saves none."""
+    """Newest complete checkpoint of the run, or None if it saves none."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ProgramHooks:
     """Parts of a run that a Python program may replace. A job on GPUs pickles them for its ranks."""
 
     loss: LossFunction | None = None
-    """The loss to minimise; None: next-token prediction."""
+    """The loss to minimise. None: next-token prediction."""
     data: ProgramData | None = None
     """The samples of data.kind="program"."""
     callbacks: Sequence[Callback] = ()
@@ -144,11 +144,11 @@ class _RankJob:
     rank: int
     device: torch.device
     link: JobLink | None
-    """Link between the ranks that train and the ranks that only sample; None without these."""
+    """Link between the ranks that train and the ranks that only sample, or None without these."""
     watchdog: Watchdog
     stop: StopSignals
     regroup: Regroup | None
-    """Agreement of the survivors of a lost rank; None if a loss ends the job."""
+    """Agreement of the survivors of a lost rank, or None if a loss ends the job."""
 
 
 @contextmanager
@@ -226,7 +226,7 @@ class _RankRun:
         """Train with the existing process group to the last step or a signal. Collective. Frees all it has built.
 
         Args:
-            messages: lines to log before all others; empty at the start of the job, which has its own.
+            messages: lines to log before all others. Empty at the start of the job, which has its own.
             history: checkpoints of the run that this process knows.
 
         Returns:
@@ -329,7 +329,7 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
     """Train with the processes of the program as ranks. Collective over its default process group.
 
     Raises:
-        ConfigError: the recipe cannot be trained here; on all ranks.
+        ConfigError: the recipe cannot be trained here. Raised on all ranks.
         RunError: the run failed. A rank whose peer failed names the loss of the connection.
     """
     if recipe.cfg.rollout.ranks:

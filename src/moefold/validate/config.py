@@ -1,7 +1,7 @@
 """Validation of a config before any rank starts, without torch.
 
 `check_config` uses the settings only. Functions named `check_..._device` compare settings with a type of device, and
-`memory_need.py` with the memory that its caller found; `train/machine_checks.py` checks the machine itself. A rule is a
+`memory_need.py` with the memory that its caller found. `train/machine_checks.py` checks the machine itself. A rule is a
 function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
 the annotation of its field (`config/base/field.py`). Rules between keys are in a file for each subject, settings
 without effect in `unused.py`.

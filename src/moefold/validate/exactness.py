@@ -1,4 +1,4 @@
-"""Settings with which sampling does not have the bits of the forward pass of training; see docs/exact-sampling.md.
+"""Settings with which sampling does not have the bits of the forward pass of training. See docs/exact-sampling.md.
 
 Without such a setting, the generation engine and the next training step compute bitwise equal log-probabilities of
 sampled tokens from the same weights: the ratio of policy to sampler is 1.
@@ -33,12 +33,12 @@ number of tokens."""
 
 
 def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = True) -> tuple[str, ...]:
-    """Return a line for each setting with which sampling is not bitwise equal to training; empty: sampling is exact.
+    """Return a line for each setting with which sampling is not bitwise equal to training. Empty: sampling is exact.
 
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.
         has_c_kernels: whether the ranks compute with the C kernels. False only if they were selected and this machine
-            has no compiler or faster libraries; see `uses_c_kernels` in parallel/kernels/select.py.
+            has no compiler or faster libraries. See `uses_c_kernels` in parallel/kernels/select.py.
     """
     if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)

@@ -272,7 +272,7 @@ def _training_shortage_message(parallel: ParallelConfig, shortage: MemoryShortag
 
 
 def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
-    """Suggest cheap changes that make the step fit; else state the remaining need and a way out."""
+    """Suggest cheap changes that make the step fit. Else state the remaining need and a way out."""
     changes: list[str] = []
     for section, key, value in _memory_saving_changes(cfg, shortage, host.device_type):
         section_cfg: Any = getattr(cfg, section)
@@ -306,7 +306,7 @@ def _memory_saving_changes(cfg: Config, shortage: MemoryShortage, device_type: s
 
 
 def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) -> float:
-    """Return the rollout.cache_gib with which sampling fits; 0 if a smaller cache does not help.
+    """Return the rollout.cache_gib with which sampling fits, or 0 if a smaller cache does not help.
 
     The cache holds at least a sample of train.seq_len.
     """

@@ -134,7 +134,7 @@ def validate_offload_dir(train: TrainConfig) -> Iterator[Problem]:
 
 
 def check_offload_device(train: TrainConfig, device_type: str) -> None:
-    """Check that host offload has a device with its own memory; raise ConfigError if the ranks run on the CPU."""
+    """Check that host offload has a device with its own memory. Raise ConfigError if the ranks run on the CPU."""
     ways_out = {"train.offload_to": "train.offload=[]", "train.offload_optimizer": "'none'"}
     to_host = {"train.offload_to": train.offload and train.offload_to == "host"}
     to_host["train.offload_optimizer"] = train.offload_optimizer == "host"

@@ -152,7 +152,7 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[Problem]:
 
 
 def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[Problem]:
-    """Check that tp divides the sizes that parts of other packages shard; `tp_unit` covers built-in parts."""
+    """Check that tp divides the sizes that parts of other packages shard. `tp_unit` covers built-in parts."""
     for layer in model.distinct_kinds:
         part = layer.attention
         if is_built_in(type(part)):

@@ -90,7 +90,7 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
 
 
 def _whole_round_methods() -> str:
-    """Return a way out that names the installed methods of sites that overlap a whole round; empty without one."""
+    """Return a way out that names the installed methods of sites that overlap a whole round, or empty without one."""
     group = SiteMethodPart.group
     names = [f"{kind!r}" for kind in kinds(group) if find_part(group, kind).overlaps_whole_round]
     return f", or sites.method={' or '.join(names)}, which overlaps a whole round" if names else ""

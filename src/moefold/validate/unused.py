@@ -218,7 +218,7 @@ UNUSED_KEY_RULES = (
 
 
 def _samples_exactly(cfg: Config) -> bool:
-    """Return whether rollouts have the bits of training; False if that depends on the machine or on a plan."""
+    """Return whether rollouts have the bits of training, or False if that depends on the machine or on a plan."""
     if cfg.run.device != "cpu" or cfg.run.kernels != "c" or cfg.parallel.mapping == "auto":
         return False
     return not inexact_settings(cfg, "cpu")
@@ -321,7 +321,7 @@ def condition_holds(condition: str, value: Any) -> bool:
 
 
 def _way_out(condition: str) -> str:
-    """Return a key with the values that meet a condition; only the key if it has many values."""
+    """Return a key with the values that meet a condition, or only the key if it has many values."""
     key, words, must_equal = _parse(condition)
     default = default_of(*key.split(".", 1))
     if isinstance(default, bool) and not words:

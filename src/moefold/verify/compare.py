@@ -72,8 +72,8 @@ def run_oracle(
     """Train some optimizer steps of the oracle in float64 in this process.
 
     Args:
-        objective: the loss of a micro-batch; None: the recipe's loss.
-        data: the samples of data.kind="program"; None: the recipe's samples.
+        objective: the loss of a micro-batch. None: the recipe's loss.
+        data: the samples of data.kind="program". None: the recipe's samples.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, key, parameter, buffer or part of a sample.
@@ -120,7 +120,7 @@ def _rounding_amplification(train: TrainConfig, num_steps: int) -> float:
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
-    """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
+    """Compare every number and tensor of the ranks with the oracle, and return the errors, largest first.
 
     The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor. The
     error of a number is its relative deviation. The error is infinite if a tensor is missing on one side, has another
@@ -266,7 +266,7 @@ class _ErrorScale:
     rounding: float
     """Deviation explained by rounding."""
     scale: float
-    """Divisor of the rest; 0: none."""
+    """Divisor of the rest. 0: none."""
 
 
 def _error_scales(oracle: OracleRecord) -> dict[str, dict[str, _ErrorScale]]:

@@ -32,7 +32,7 @@ class DistributedRecord:
     steps: tuple[StepResult, ...]
     eval_loss: float
     program_loss: str = ""
-    """Class of the loss given by the program; "": the class in the recipe."""
+    """Class of the loss given by the program. "": the class in the recipe."""
 
 
 def run_distributed(
@@ -43,7 +43,7 @@ def run_distributed(
     loss: LossFunction | None = None,
     data: ProgramData | None = None,
 ) -> DistributedRecord:
-    """Train `num_steps` steps under the recipe's mapping; see `run_on_groups`. Collective over the process group."""
+    """Train `num_steps` steps under the recipe's mapping. See `run_on_groups`. Collective over the process group."""
     on_progress(f"mapping on {cfg.parallel.world_size} ranks, connecting")
     return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress, loss=loss, data=data)
 
@@ -68,8 +68,8 @@ def run_on_groups(
     weights on the first validation batch.
 
     Args:
-        loss: the loss; None: the recipe's loss.
-        data: the samples of data.kind="program"; None: the recipe's samples.
+        loss: the loss. None: the recipe's loss.
+        data: the samples of data.kind="program". None: the recipe's samples.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")

@@ -2,7 +2,7 @@
 
 Every mapping must equal it. Written for readability next to `docs/formulas.md`, not for speed: attention with an
 explicit mask, every expert over every token. Parameters are addressed by name only. The formula of a part is in the
-part's folder; `oracle_routing` has the router, `oracle_attention` RoPE and the selection of sparse attention,
+part's folder. `oracle_routing` has the router, `oracle_attention` RoPE and the selection of sparse attention,
 `oracle_optimizer` the frame of the optimizers.
 """
 
@@ -73,7 +73,7 @@ class OracleBatch:
     weight_scale: Tensor
     """Factor of each target's share of the loss, float64 [n, S]."""
     is_token: Tensor
-    """Inputs that are not padding, bool [n, S]; MoE layers route these."""
+    """Inputs that are not padding, bool [n, S]. MoE layers route these."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Other columns for an objective, [n, ...] each."""
 
@@ -101,9 +101,9 @@ class Oracle:
         cfg: the recipe. Of its mapping, only `chunks`, and dp for `aux_kind = "global_batch"`, have an effect.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
-        objective: the loss of a micro-batch; None: `train.loss`.
-        is_frozen_expert: whether a routed expert, by its index, is not trained; None if all are trained.
-        reads: record of the keys that are read, shared with other oracles; None: a new record.
+        objective: the loss of a micro-batch. None: `train.loss`.
+        is_frozen_expert: whether a routed expert, by its index, is not trained, or None if all are trained.
+        reads: record of the keys that are read, shared with other oracles. None: a new record.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also by `step` and `check_keys`.
@@ -216,7 +216,7 @@ class Oracle:
         return {name: weight.grad.clone() for name, weight in trained.items() if weight.grad is not None}
 
     def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:
-        """Zero the gradients of frozen experts; return their weights, by name and index."""
+        """Zero the gradients of frozen experts, and return their weights, by name and index."""
         frozen = {}
         for name, gradient in gradients.items():
             for expert in range(len(gradient) if ".experts." in name and self._is_frozen_expert else 0):
@@ -233,7 +233,7 @@ class Oracle:
 
     @torch.no_grad()
     def _forward_only_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:
-        """Update the weights by the losses of forward passes; return the losses and the norm of the gradient."""
+        """Update the weights by the losses of forward passes, and return the losses and the norm of the gradient."""
         passes: list[_LossTerms] = []
 
         def loss() -> float:
@@ -300,7 +300,7 @@ class Oracle:
     def _hidden_states(
         self, tokens: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
     ) -> Tensor:
-        """Return the hidden states [B, S, H] after the final norm of tokens [B, S]; append each layer's routing."""
+        """Return the hidden states [B, S, H] after the final norm of tokens [B, S]. Append each layer's routing."""
         x = self._weights["embedding.weight"][tokens] * self.cfg.model.embedding_multiplier
         self._shortcut = torch.zeros_like(x)
         for i in range(self.cfg.model.num_layers):
@@ -365,7 +365,7 @@ class Oracle:
         context: RoutingContext,
         routed: dict[int, list[RoutedBatch]],
     ) -> Tensor:
-        """Return a micro-batch's share of the multi-token prediction loss; `micro` is int64 [B, S+1]."""
+        """Return a micro-batch's share of the multi-token prediction loss. `micro` is int64 [B, S+1]."""
         model = self.cfg.model
         total = torch.zeros((), dtype=torch.float64)
         length = micro.shape[1] - 1

@@ -54,7 +54,7 @@ def policy_objective(loss: PolicyGradientLoss) -> OracleLoss:
         return total
 
     def token_total(log_probs: Tensor, columns: OracleColumns, row: int, position: int) -> Tensor:
-        """Return policy loss and KL penalty of one token; `log_probs` has the log-probabilities of its row, [S]."""
+        """Return policy loss and KL penalty of one token. `log_probs` has the log-probabilities of its row, [S]."""
 
         def of_row(name: str) -> Tensor:
             return columns[name][row]

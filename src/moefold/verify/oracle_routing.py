@@ -46,7 +46,7 @@ class RoutedBatch:
     experts: Tensor
     """Chosen experts, [B, S, K]."""
     weights: Tensor
-    """Combine weights, [B, S, K]; 0 for a dropped choice."""
+    """Combine weights, [B, S, K], or 0 for a dropped choice."""
     scores: Tensor
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
@@ -63,7 +63,7 @@ class RoutedBatch:
 
 
 class OracleRouter:
-    """Reference router; owns the expert biases and the counts of the last global batch.
+    """Reference router. Owns the expert biases and the counts of the last global batch.
 
     Args:
         run, model, moe: sections of the recipe.
@@ -102,7 +102,7 @@ class OracleRouter:
 
     @property
     def aux_coefficient(self) -> float:
-        """Coefficient of the load-balancing loss; 0 if the choice has no such loss."""
+        """Coefficient of the load-balancing loss, or 0 if the choice has no such loss."""
         # A product, so that the key counts as read with every choice.
         return self._moe.aux_loss * self._choice.has_aux_loss
 

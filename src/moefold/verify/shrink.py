@@ -31,7 +31,7 @@ from moefold.validate.config import check_config, is_legal
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
 LEARNING_RATE = 1e-2
-"""Learning rate; large enough that three steps change every weight."""
+"""Learning rate, so large that three steps change every weight."""
 MAX_LORA_RANK = 2
 """Limit of the rank of adapters."""
 MAX_LAYERS_PER_STAGE = 2
@@ -48,7 +48,7 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     """Shrink a recipe to the smallest sizes that its mapping allows.
 
     Every axis above 1, dp and edp included, stays at 2 or more if that is legal. Degrees are unchanged if they need at
-    most `max_ranks`; else as few as possible are lowered to divisors. Layer kinds, routing, token dropping, context
+    most `max_ranks`. Else as few as possible are lowered to divisors. Layer kinds, routing, token dropping, context
     parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe can be verified
     without its data. Alignment, reinforcement learning and router replay, whose trace belongs to the large model, are
     turned off. The learning rate is high, so that the first steps change the weights.

@@ -71,11 +71,11 @@ from moefold.remote_path import is_remote, to_path
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
-    """Write the adapters of a checkpoint as a folder for PEFT. Collective over `world`; rank 0 writes.
+    """Write the adapters of a checkpoint as a folder for PEFT. Collective over `world`. Rank 0 writes.
 
     Args:
-        out: the folder; must not exist.
-        dtype: dtype of the tensors; auto: float32, as in training.
+        out: the folder. It must not exist.
+        dtype: dtype of the tensors. auto: float32, as in training.
 
     Raises:
         ConfigError: `out` cannot be used, or a matrix is not a module of the family.
@@ -120,7 +120,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
 
 
 def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Write the run's tokenizer and its template; return notes on it."""
+    """Write the run's tokenizer and its template, and return notes on it."""
     sidecar_dir = find_sidecar_dir(checkpoint)
     choice = choose_tokenizer(meta, sidecar_dir, find_run_tokenizer(checkpoint))
     if sidecar_dir is not None:
@@ -145,7 +145,7 @@ def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
 def _parameters_to_stack(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters with stacked adapters, by their module; empty: adapters of experts are not stacked.
+    """Return the parameters with stacked adapters, by their module. Empty: adapters of experts are not stacked.
 
     Transformers stacks experts. When PEFT loads adapters of single experts, the form of released adapters, it stacks
     them. It does so only for some families, and only if gate and up projections both have adapters or both have none.
@@ -222,7 +222,7 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
 def _base_name(base: Path) -> tuple[str, str]:
     """Return the Hugging Face folder of the base weights, or the folder that they were imported from, and a note.
 
-    A snapshot of the hub is named ORG/NAME, for PEFT; other folders by their absolute paths.
+    A snapshot of the hub is named ORG/NAME, for PEFT. Other folders have their absolute paths.
     """
     if repo := repo_of_snapshot(str(base)):
         return repo, ""
@@ -244,7 +244,7 @@ def _base_name(base: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class PeftSource:
-    """Adapters of a folder of PEFT, by our names; a weight source that holds all adapters in memory."""
+    """Adapters of a folder of PEFT, by our names, as a weight source that holds all adapters in memory."""
 
     tensors: dict[str, Tensor]
 
@@ -277,8 +277,8 @@ def import_adapters(
     """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
 
     Args:
-        out: the checkpoint; must not exist.
-        base: the base weights; None: the weights that adapter_config.json names.
+        out: the checkpoint. It must not exist.
+        base: the base weights. None: the weights that adapter_config.json names.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.
@@ -379,7 +379,7 @@ def split_targets(
     Args:
         modules: names of the modules with adapters, except experts.
         experts: names of single experts with adapters.
-        others: names of the modules without adapters; targets with the same last name as one of these are in full.
+        others: names of the modules without adapters. Targets with the same last name as one of these are in full.
     """
     stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}

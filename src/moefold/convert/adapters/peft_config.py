@@ -50,7 +50,7 @@ def is_peft_folder(folder: Path) -> bool:
 
 
 def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
-    """Read adapter_config.json, and sort its keys; refuse adapters of another kind, and those without safetensors."""
+    """Read adapter_config.json, and sort its keys. Refuse adapters of another kind, and those without safetensors."""
     path = folder / CONFIG_FILE
     try:
         keys = read_json(path, MAX_CONFIG_BYTES)
@@ -142,7 +142,7 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
 
 
 def check_adapters(folder: Path, base: Path | None, ignored_keys: Collection[str]) -> tuple[KeyReport, ...]:
-    """Check the settings of a folder of PEFT and its base weights, without torch; return the kinds of the keys."""
+    """Check the settings of a folder of PEFT and its base weights, without torch, and return the kinds of the keys."""
     keys, report = inspect_peft_folder(folder, ignored_keys)
     resolve_base(folder, keys, base)
     return (report,)

@@ -43,13 +43,13 @@ class PeftModule:
         return f"{PREFIX}{self.module}{SUFFIXES[0]}", f"{PREFIX}{self.module}{SUFFIXES[1]}"
 
     def to_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a matrix, A [r, in], B [out, r]; for experts A [E, in, r], B [E, r, out]."""
+        """Convert the adapter of a matrix, A [r, in], B [out, r]. Experts have A [E, in, r], B [E, r, out]."""
         if self.expert is None:
             return a.contiguous(), self._rows(b, from_ours=True)
         return a[self.expert].t().contiguous(), self._rows(b[self.expert].t(), from_ours=True)
 
     def from_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a module: A [r, in], B [out, r]; for an expert A [in, r], B [r, out]."""
+        """Convert the adapter of a module: A [r, in], B [out, r]. An expert has A [in, r], B [r, out]."""
         ours = self._rows(b, from_ours=False)
         return (a, ours) if self.expert is None else (a.t(), ours.t())
 
@@ -68,7 +68,7 @@ class PeftModule:
 
 
 def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
-    """Return the modules of a family's model for the matrices with adapters; refuse a matrix without its own module."""
+    """Return the modules of a family's model for the matrices with adapters. Refuse a matrix without its own module."""
     modules = find_modules(model, family, weights)
     if fused := sorted(weights.keys() - {module.name for module in modules}):
         raise ConfigError(
@@ -97,7 +97,7 @@ def other_modules(model: ModelConfig, family: Family, adapted: Collection[PeftMo
 
 
 def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list[PeftModule]:
-    """Return the modules of one matrix; [] if a tensor of the family also has other values, or another order."""
+    """Return the modules of one matrix, or [] if a tensor of the family also has other values, or another order."""
     by_tensor: dict[str, list[SliceMapping]] = {}
     for piece in mapping.by_name[name]:
         by_tensor.setdefault(piece.hf_name, []).append(piece)
@@ -172,7 +172,7 @@ class StackedParameter:
         return a_ERI.reshape(-1, self.inputs), b_ERO.permute(2, 1, 0).reshape(self.outputs, -1)
 
     def unstack(self, a: Tensor, b: Tensor, rank: int) -> dict[str, Pair]:
-        """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name; refuse another rank."""
+        """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name. Refuse another rank."""
         experts = self.pieces[0].size[0]
         by_expert = a.reshape(experts, -1, a.shape[1])
         by_rank = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0)
@@ -206,7 +206,7 @@ class StackedParameter:
 def stacked_parameters(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters with stacked experts, by their module, inner modules first; empty if there are none.
+    """Return the parameters with stacked experts, by their module, inner modules first, or empty if there are none.
 
     The family's last layout with stacked experts is the layout of transformers' model.
     """
@@ -251,7 +251,7 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
 def read_stacked(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, list[StackedParameter]], rank: int
 ) -> dict[str, Tensor]:
-    """Return the adapters of stacked experts by our names; `rank` is r of adapter_config.json."""
+    """Return the adapters of stacked experts by our names. `rank` is r of adapter_config.json."""
     pairs: dict[str, Pair] = {}
     for module, candidates in parameters.items():
         for name_a, name_b in _pair_names(module):

@@ -22,7 +22,7 @@ _MAX_NUMBER = 2**53
 
 
 def setting_of(model: ModelConfig, key: str) -> Any:
-    """Return the value of a key of a model by its path; for `layers` their number.
+    """Return the value of a key of a model by its path, for `layers` their number.
 
     The value is 0 for a setting of another kind, or of an absent table.
     """
@@ -41,7 +41,7 @@ class ConfigField(Protocol):
     """Converter of one field of a family's config.json."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return keys of [model]; raise ConfigError if config.json lacks a key or has an unsupported value."""
+        """Return keys of [model]. Raise ConfigError if config.json lacks a key or has an unsupported value."""
         ...
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class HeadSize:
-    """head_dim; if absent, `default`, whose value 0 means hidden_size / num_attention_heads."""
+    """head_dim. If absent, `default`, whose value 0 means hidden_size / num_attention_heads."""
 
     default: int = 0
     is_derived: bool = False
@@ -228,7 +228,7 @@ class AttentionMultiplier:
     """`attention_multiplier` of Granite: the factor of the attention scores."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
+        """Read the factor. 1/sqrt(head_dim) is the default of moefold."""
         settings = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
         if settings["attention.scale"] <= 0:
             raise ConfigError(
@@ -272,7 +272,7 @@ class SameForAllLayers:
     default: Any = REQUIRED
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number; refuse a list of different numbers."""
+        """Read the number. Refuse a list of different numbers."""
         value = hf_config.get(self.hf_key)
         if isinstance(value, list):
             if not value or any(other != value[0] for other in value):
@@ -290,7 +290,7 @@ class HunyuanSharedExpert:
     """The shared expert of Hunyuan, with width `intermediate_size` like the routed experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the width; refuse folders with experts of other widths or with several shared experts."""
+        """Read the width. Refuse folders with experts of other widths or with several shared experts."""
         settings = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
         width = settings.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
@@ -401,7 +401,7 @@ class LatentHeadSizes:
 
 @dataclass(frozen=True)
 class NormTopKProb:
-    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1; if absent, `default`."""
+    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1. If absent, `default`."""
 
     default: bool
 
@@ -418,7 +418,7 @@ class NormTopKProb:
 
 
 def num_experts(hf_key: str) -> Renamed:
-    """Return the field of the number of experts, which transformers 5 spells in two ways; `hf_key` is written."""
+    """Return the field of the number of experts, which transformers 5 spells in two ways. `hf_key` is written."""
     return Renamed(hf_key, "ffn.moe.num_experts", also=tuple({"num_experts", "num_local_experts"} - {hf_key}))
 
 
@@ -432,11 +432,11 @@ NUM_LAYERS = Renamed("num_hidden_layers", "layers", minimum=1, maximum=MAX_LAYER
 MTP_LAYERS = Renamed(
     "num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), minimum=0, maximum=MAX_LAYERS
 )
-"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 differs."""
+"""Number of multi-token prediction (MTP) layers, in the spelling of released folders. transformers 5 differs."""
 
 
 def num_layers_of(hf_config: Json) -> int:
-    """Return num_hidden_layers; raise ConfigError for a value that is not a count."""
+    """Return num_hidden_layers. Raise ConfigError for a value that is not a count."""
     return int(NUM_LAYERS.read(hf_config)["layers"])
 
 
@@ -446,7 +446,7 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:
-    """Return the n of a key for every n-th layer; raise ConfigError if it is not a whole number of at least 1."""
+    """Return the n of a key for every n-th layer. Raise ConfigError if it is not a whole number of at least 1."""
     interval = hf_config.get(key, default)
     if not is_int(interval) or interval < 1:
         raise ConfigError(f"config.json has {key}={interval!r}, which should be a whole number from 1 on")

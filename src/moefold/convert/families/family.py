@@ -47,9 +47,9 @@ class MultimodalFolder:
         model_type: type of the folder.
         other_tensors: regular expression of the tensors of the other models.
         prefixes: first words of names of the text model's tensors, each with the words in a folder of only the text
-            model; the first match counts.
+            model. The first match counts.
         config_path: path of keys in config.json to the object that describes the text model.
-        pairs: keys of that object with a list of two values; the first value is for the text model.
+        pairs: keys of that object with a list of two values. The first value is for the text model.
         pair_tensors: regular expression of tensors whose first half of the rows belongs to the text model.
         other_experts: regular expression of the tensors of an expert, with its number as the group. Numbers from the
             text model's number of experts on belong to other models. Empty: the text model has all experts.
@@ -64,7 +64,7 @@ class MultimodalFolder:
     other_experts: str = ""
 
     def text_name(self, name: str) -> str:
-        """Return the name of a tensor in a folder of only the text model; for other models' tensors, any name."""
+        """Return the name of a tensor in a folder of only the text model. For other models' tensors, any name."""
         words = next((words for words in self.prefixes if name.startswith(words)), "")
         return self.prefixes.get(words, "") + name.removeprefix(words)
 
@@ -103,15 +103,15 @@ class Family:
         aliases: other `model_type`s of the same computation and tensors, which are read but not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
-            (`_keys_to_ignore_on_load_unexpected` of the class); None if it reports no layers.
+            (`_keys_to_ignore_on_load_unexpected` of the class), or None if it reports no layers.
         mtp_key: key of config.json with the number of MTP layers.
         mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders contain and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
-            not read them; its group is the number of the expert. Empty: no such tensors.
+            not read them. Its group is the number of the expert. Empty: no such tensors.
         renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
-        multimodal: folders of a multimodal model whose text model has this family; None if there are no such folders.
-        exported_as: name of the family that an export writes instead; empty: this one.
+        multimodal: folders of a multimodal model whose text model has this family, or None without such folders.
+        exported_as: name of the family that an export writes instead. Empty: this one.
         options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in
             addition to the usual values of declared keys.
     """
@@ -185,7 +185,7 @@ def ffn_rules(ours: str, theirs: str, names: Sequence[str] = PROJECTIONS, layer:
 def fused(
     ours: Iterable[str], theirs: str, *, axis: int = 0, step: int = 1, dims: tuple[int, ...] = ()
 ) -> dict[str, TensorRule]:
-    """Return the rules of parameters that one HF tensor of the layer fuses; see `TensorBlock`."""
+    """Return the rules of parameters that one HF tensor of the layer fuses. See `TensorBlock`."""
     return {
         f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", index, axis, step, dims)
         for index, name in enumerate(ours)
@@ -193,7 +193,7 @@ def fused(
 
 
 def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
-    """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer; see `GroupedRows`."""
+    """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer. See `GroupedRows`."""
     return {
         f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, index, num_dims)
         for index, name in enumerate(ours)
@@ -220,7 +220,7 @@ def expert_layouts(
     Args:
         path: module of the layer that holds the experts.
         names: names of the matrices of one expert.
-        stacked: module that holds the stacked tensors; empty: `path`.
+        stacked: module that holds the stacked tensors. Empty: `path`.
         layer: module of the layer.
     """
     pairs = zip(("gate", "up", "down"), names, strict=True)
@@ -319,8 +319,8 @@ def backbone_fields(
     """Return the fields that all families share. The arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None if there is no RoPE.
-        layers: field of the number of layers; None: num_hidden_layers.
+        rope: reader of the RoPE parameters. A number is the default of theta, for whole heads. None: there is no RoPE.
+        layers: field of the number of layers. None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
@@ -343,7 +343,7 @@ def attention_fields(
 
     Args:
         rope: reader of the RoPE parameters, or theta.
-        head_size: width of one head; 0: hidden_size / num_attention_heads.
+        head_size: width of one head. 0: hidden_size / num_attention_heads.
     """
     backbone = backbone_fields(norm_eps, rope, tie_embeddings=tie_embeddings)
     return (*backbone, KEY_VALUE_HEADS, HeadSize(head_size))
@@ -352,7 +352,7 @@ def attention_fields(
 def latent_fields(
     *, has_head_dim: bool = True, writes_head_dim: bool = False, **defaults: int
 ) -> tuple[ConfigField, ...]:
-    """Return the fields of the sizes of latent attention, given their defaults; `LatentHeadSizes` has the flags."""
+    """Return the fields of the sizes of latent attention, given their defaults. `LatentHeadSizes` has the flags."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return (
         MultiHeadKeyValue(),
@@ -364,4 +364,4 @@ def latent_fields(
 
 
 KEY_VALUE_HEADS = Renamed("num_key_value_heads", "attention.num_kv_heads", default_key="num_attention_heads")
-"""Number of key-value heads; if absent, the number of query heads."""
+"""Number of key-value heads. If absent, the number of query heads."""

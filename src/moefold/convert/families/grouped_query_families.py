@@ -383,7 +383,7 @@ _CHUNKS = {"chunked_attention": "chunk", "full_attention": "full"}
 
 @dataclass(frozen=True)
 class ChunkedLayers:
-    """`no_rope_layers`, `layer_types` and `attention_chunk_size`; `use_qk_norm` and the attention temperature.
+    """`no_rope_layers`, `layer_types`, `attention_chunk_size`, `use_qk_norm` and the attention temperature.
 
     By default every `no_rope_layer_interval`-th layer has no RoPE, and the layers with RoPE attend within chunks. The
     layers with RoPE have norms of queries and keys, the other layers the attention temperature.

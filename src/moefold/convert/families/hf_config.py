@@ -52,13 +52,13 @@ def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> Model
 
     Raises:
         ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does not
-            support; or a JSON file has an unknown key that is not in `ignored_keys`.
+            support, or a JSON file has an unknown key that is not in `ignored_keys`.
     """
     return inspect_folder(folder, ignored_keys)[0]
 
 
 def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[ModelConfig, tuple[KeyReport, ...]]:
-    """Return the section [model] of a folder, and the kinds of the keys of its files; raise as `read_model_config`."""
+    """Return the section [model] of a folder, and the kinds of the keys of its files. Raise as `read_model_config`."""
     keys = read_hf_config(folder)
     model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
@@ -76,7 +76,7 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json; raise ConfigError if the file is missing or broken."""
+    """Return the keys of config.json. Raise ConfigError if the file is missing or broken."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""
@@ -88,7 +88,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
-    """Return the family of a config.json; refuse unknown families and formats of quantised weights."""
+    """Return the family of a config.json. Refuse unknown families and formats of quantised weights."""
     name = hf_config.get("model_type")
     if name is None and isinstance(hf_config.get("run"), dict):
         raise ConfigError(
@@ -125,7 +125,7 @@ def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, An
 
 
 def quantization_unsupported_reason(quantization: Any) -> str:
-    """Return the reason why the `quantization_config` of a config.json cannot be read; empty: no reason."""
+    """Return the reason why the `quantization_config` of a config.json cannot be read. Empty: no reason."""
     if quantization is None:
         return ""
     if not isinstance(quantization, Mapping):
@@ -147,7 +147,7 @@ def quantization_unsupported_reason(quantization: Any) -> str:
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Convert a config.json to the section [model]; `ignored_keys` may have any value."""
+    """Convert a config.json to the section [model]. `ignored_keys` may have any value."""
     return inspect_config(hf_config, folder, ignored_keys)[0]
 
 
@@ -207,7 +207,7 @@ def families_for(model: ModelConfig, first: str = "") -> Iterator[Family]:
 
 
 def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
-    """Return the settings of a model that the family's config.json cannot express; empty if it can express the model.
+    """Return the settings of a model that the family's config.json cannot express, or empty if there are none.
 
     A family can express a model if writing and reading back its config.json gives the same model.
     """
@@ -222,7 +222,7 @@ def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
 
 
 def foreign_parts_reason(model: ModelConfig) -> str:
-    """Return the refusal of a model with parts from outside, which no family has; empty without such parts."""
+    """Return the refusal of a model with parts from outside, which no family has, or empty without such parts."""
     foreign = dict.fromkeys(describe_part(part) for part in parts_in(model) if not is_built_in(type(part)))
     return f"Hugging Face families have no {format_list(list(foreign))}" if foreign else ""
 

@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 class KeyReader(Mapping[str, Any]):
     """Keys of a JSON object, with a record of accessed keys. Nested objects have their own records.
 
-    It does not support iteration, so that a copy does not count as access to every key; `overlay` copies.
+    It does not support iteration, so that a copy does not count as access to every key. `overlay` copies.
 
     Attributes:
         read_keys: accessed keys, present or not.
@@ -62,7 +62,7 @@ def overlay(hf_config: Json, values: Json) -> Json:
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
-    """Record keys as read that other keys make void; objects with all of their keys."""
+    """Record keys as read that other keys make void. Objects count with all of their keys."""
     for key in keys:
         value = hf_config.get(key)
         if isinstance(value, KeyReader):
@@ -111,7 +111,7 @@ def declared_keys() -> DeclaredKeys:
 ALL_KEYS = ("*",)
 """Accept every key, for reading a folder whose keys were sorted before."""
 Values = tuple[Any, ...] | None
-"""Values of a key that change nothing; None: any value."""
+"""Values of a key that change nothing. None: any value."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class KeyReport:
     ignored: tuple[str, ...]
 
     def note(self) -> str:
-        """Return one line that names the ignored keys; empty if there are none."""
+        """Return one line that names the ignored keys, or empty if there are none."""
         return f"{self.file} has keys that are ignored: {', '.join(self.ignored)}" if self.ignored else ""
 
 
@@ -354,7 +354,7 @@ def generation_known_keys() -> KnownKeys:
 def classify_keys(
     file: str, keys: KeyReader, known: KnownKeys, ignored: Collection[str], prefix: str = ""
 ) -> tuple[KeyReport, list[str]]:
-    """Sort the keys of an object after some were read; return the kinds, and the reasons to refuse keys.
+    """Sort the keys of an object after some were read, and return the kinds, and the reasons to refuse keys.
 
     Args:
         ignored: keys that the user accepts.
@@ -404,7 +404,7 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; booleans are only equal to booleans, and 1 is equal to 1.0."""
+    """Return whether two values are equal. Booleans are only equal to booleans, and 1 is equal to 1.0."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -429,7 +429,7 @@ _PLAIN = KnownKeys({}, void=_VENDORS)
 
 
 def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
-    """Return the kinds of all keys of a file; raise ConfigError if some are refused."""
+    """Return the kinds of all keys of a file. Raise ConfigError if some are refused."""
     refused = [reason for _, reasons in reports for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
@@ -448,5 +448,5 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
 
 
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
-    """Sort the keys of a file whose keys are known only by name; raise ConfigError if some are refused."""
+    """Sort the keys of a file whose keys are known only by name. Raise ConfigError if some are refused."""
     return join_reports(file, [classify_keys(file, KeyReader(keys), known, ignored)])

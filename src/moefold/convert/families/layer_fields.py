@@ -60,7 +60,7 @@ class FirstKDense:
 
 @dataclass(frozen=True)
 class MlpLayerTypes:
-    """`mlp_layer_types`, "dense" or "sparse"; without it, `first_k_dense_replace`."""
+    """`mlp_layer_types`, "dense" or "sparse", or without it `first_k_dense_replace`."""
 
     default: int
 
@@ -160,7 +160,7 @@ class LayerTypes:
 
     Attributes:
         words: word of each type in `model.layers`.
-        default_types: types if config.json lacks the key; None if the key is required.
+        default_types: types if config.json lacks the key, or None if the key is required.
     """
 
     words: Mapping[str, str]
@@ -183,7 +183,7 @@ LINEAR_LAYERS = LayerTypes(
     {"linear_attention": "linear", "full_attention": "full"},
     EveryNthFull("full_attention_interval", 4, "linear_attention"),
 )
-"""`layer_types` of hybrid models; without it, full attention in every n-th layer."""
+"""`layer_types` of hybrid models, or without it full attention in every n-th layer."""
 _WINDOWS = {"sliding_attention": "window", "full_attention": "full"}
 
 

@@ -149,7 +149,7 @@ class QwenMTPLayers:
     hf_key: str
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number; 0 if absent, and `count_mtp_layers` then searches for the layer."""
+        """Read the number. 0 if absent: `count_mtp_layers` then searches for the layer."""
         settings = Renamed(self.hf_key, "mtp_layers", 0).read(hf_config)
         if settings["mtp_layers"] not in (0, 1):
             raise ConfigError(f"config.json has {self.hf_key}={settings['mtp_layers']}; moefold reads 0 or 1")
@@ -313,7 +313,7 @@ class DecayBound:
     """`kda_lower_bound` of the logarithm of a decay, if `kda_safe_gate`."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the bound; 0: no bound."""
+        """Read the bound. 0: no bound."""
         is_bounded = hf_config.get("kda_safe_gate", True)
         settings = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
         if not isinstance(is_bounded, bool) or settings["linear_attention.decay_bound"] >= 0:

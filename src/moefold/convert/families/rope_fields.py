@@ -21,7 +21,7 @@ class RopeParameters:
     is_required: bool = False
     """If True, refuse an absent key, for families whose default is not "no scaling"."""
     fraction: float = 0.0
-    """Default of partial_rotary_factor; 0: the family rotates all dims."""
+    """Default of partial_rotary_factor. 0: the family rotates all dims."""
     rotary_dim_key: str = ""
     """Key of older folders with the number of rotated dims, read if there is no partial_rotary_factor."""
     has_mscale: bool = False

@@ -1,7 +1,7 @@
 """Mapping between slices of our parameters and of the tensors in Hugging Face (HF) folders.
 
 The module only computes with integers. A family's table has one rule per parameter. Our names and HF names use "{l}"
-for the layer number; HF names use "{e}" for the expert number.
+for the layer number. HF names use "{e}" for the expert number.
 """
 
 import math
@@ -27,8 +27,8 @@ class SliceMapping:
         hf_name: name of the HF tensor.
         hf_start: first index of the slice, for each HF dim.
         hf_step: step of the slice, for each HF dim.
-        dims: for each of our dims the matching HF dim; None for a dim of size 1 that the HF tensor lacks. HF dims that
-            are not listed have size 1.
+        dims: for each of our dims the matching HF dim, or None for a dim of size 1 that the HF tensor lacks. HF dims
+            that are not listed have size 1.
     """
 
     name: str
@@ -136,7 +136,7 @@ class TensorRule(Protocol):
     """Rule of a family's table: maps one of our parameters to HF tensors."""
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield the slice mappings of a parameter, by its name in the whole model; `layer` is "" outside of layers."""
+        """Yield the slice mappings of a parameter, by its name in the whole model. `layer` is "" outside of layers."""
         ...
 
 
@@ -148,8 +148,8 @@ class TensorBlock:
         hf_name: name of the HF tensor.
         part: number of our block in a tensor that fuses several parameters of one shape: 0 for gate, 1 for up.
         axis: HF dim of the fusion.
-        step: 1 for consecutive parameters; else the number of parameters whose indices alternate.
-        dims: for each of our dims the HF dim; empty: the same dims. Other HF dims have size 1.
+        step: 1 for consecutive parameters, else the number of parameters whose indices alternate.
+        dims: for each of our dims the HF dim. Empty: the same dims. Other HF dims have size 1.
         num_dims: number of HF dims, if the last dims are not in `dims`.
     """
 
@@ -237,7 +237,7 @@ class ByAttention:
 
 
 def fill_in_layer(template: str, layer: str) -> str:
-    """Return an HF name for a layer; "{pair}" is the number of a pair of our layers, "{half}" the number in it."""
+    """Return an HF name for a layer. "{pair}" is the number of a pair of our layers, "{half}" the number in it."""
     if "{pair}" not in template:
         return template.replace("{l}", layer)
     return template.replace("{pair}", str(int(layer) // 2)).replace("{half}", str(int(layer) % 2))

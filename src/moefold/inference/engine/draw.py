@@ -27,7 +27,7 @@ class UniformStream:
         self._draws: list[float] = []
 
     def __getitem__(self, position: int) -> float:
-        """Return the draw of the new token at an index, 0 for the first token; a multiple of 2**-53."""
+        """Return the draw of the new token at an index, 0 for the first token, as a multiple of 2**-53."""
         if position >= len(self._draws):
             # Word i of a stream does not depend on how many words are drawn: the stream grows by doubling.
             count = min(max(64, 2 * (position + 1)), max(self._max_tokens, position + 1))
@@ -41,7 +41,7 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     uniform: float
-    """Uniform draw in [0, 1); not read at temperature 0."""
+    """Uniform draw in [0, 1). It is not read at temperature 0."""
 
 
 def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None = None) -> Tensor:
@@ -53,10 +53,10 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
     10^12 falls between an old and a new bound.
 
     Args:
-        kernel: draws if it supports the logits and the whole distribution is sampled; None: torch operations.
+        kernel: draws if it supports the logits and the whole distribution is sampled. None: torch operations.
 
     Returns:
-        Token ids; `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
+        Token ids, or `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
     """
     first = draws[0].params
     if all(draw.params is first for draw in draws):
@@ -73,7 +73,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
 
 
 def check_drawn(tokens: Sequence[float]) -> None:
-    """Check that every row had a distribution; raise RunError if there is a `NO_TOKEN` among the tokens."""
+    """Check that every row had a distribution. Raise RunError if there is a `NO_TOKEN` among the tokens."""
     if NO_TOKEN in tokens:
         raise RunError(
             "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "
@@ -138,7 +138,7 @@ def sample_inverse_cdf(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
         uniforms_N: uniform draws in [0, 1), float64.
 
     Returns:
-        Token ids, int64 [N]; never a token of weight 0.
+        Token ids, int64 [N], never a token of weight 0.
     """
     cumulative_NV = weights_NV.cumsum(-1)
     totals_N = cumulative_NV[:, -1]

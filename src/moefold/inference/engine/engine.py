@@ -91,7 +91,7 @@ class GenerationEngine:
     """Generates completions of any number of requests at once.
 
     The tokens and log-probabilities of a request do not depend on the other requests or the settings. Ranks of tp and
-    pp pass the same requests; ranks of dp (and of cp, which acts like dp) pass their own.
+    pp pass the same requests. Ranks of dp (and of cp, which acts like dp) pass their own.
 
     Args:
         model: an inference model, or a model in training, whose weights are used in place.
@@ -154,7 +154,7 @@ class GenerationEngine:
             is_complete: stop condition, called after each new token that does not end its sample.
 
         Raises:
-            ConfigError: the cache of a rank is too small for a request; raised on all ranks.
+            ConfigError: the cache of a rank is too small for a request. Raised on all ranks.
         """
         num_pages = pages_needed(requests, self._settings, self._page_positions)
         if self._max_pages is not None:
@@ -187,7 +187,7 @@ class GenerationEngine:
 
 
 class GenerationSession:
-    """Samples that are generated together; see `GenerationEngine.open`."""
+    """Samples that are generated together. See `GenerationEngine.open`."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class GenerationSession:
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, request_id: int, request: Request) -> None:
-        """Add a request that fits into the cache; see `check_requests`.
+        """Add a request that fits into the cache. See `check_requests`.
 
         `request_id` is unique among the samples that are not popped. Smaller ids have priority.
         """
@@ -333,7 +333,7 @@ class GenerationSession:
         return changed_NV
 
     def _draw(self, logits_NV: Tensor | None, samples: Sequence[_OpenSample]) -> list[list[float]]:
-        """Draw the next token of each sample on the last stage; return the results on every rank, a list for each kind.
+        """Draw the next token of each sample on the last stage. Return the results on every rank, a list for each kind.
 
         These are the tokens and their log-probabilities, and with alternatives the ids of the most likely tokens and
         their log-probabilities, in descending order.
@@ -423,7 +423,7 @@ def _most_likely(logits_NV: Tensor, count: int) -> Tensor:
 
 
 def _alternatives(token: float, log_prob: float, best: Sequence[float], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the first most likely tokens with their log-probabilities; `best` has the ids, then the log-probabilities.
+    """Return the first most likely tokens with their log-probabilities. `best` has the ids, then the log-probabilities.
 
     The loss computes `log_prob`, of `token`, in another order of sums.
     """

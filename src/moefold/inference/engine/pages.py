@@ -43,7 +43,7 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Allocate a page with one reference; None if no page is free."""
+        """Allocate a page with one reference. Return None if no page is free."""
         if not self._free:
             return None
         page = self._free.pop()
@@ -58,7 +58,7 @@ class PagePool:
         self.num_changes += 1
 
     def release(self, page: int) -> None:
-        """Remove a reference; removing the last reference frees the page."""
+        """Remove a reference. Removing the last one frees the page."""
         assert self._num_references[page] > 0, f"page {page} is free"
         self._num_references[page] -= 1
         self.num_changes += 1
@@ -77,7 +77,7 @@ class StateSlots:
         self._free = list(range(num_slots))
 
     def take(self) -> int | None:
-        """Allocate a slot; None if no slot is free."""
+        """Allocate a slot. Return None if no slot is free."""
         return heappop(self._free) if self._free else None
 
     def release(self, slot: int) -> None:
@@ -91,7 +91,7 @@ class PageTable:
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
         self.pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
-        """Page numbers, int32 [max_pages]; 0 after the last page."""
+        """Page numbers, int32 [max_pages], or 0 after the last page."""
         self.num_shared_positions = 0
         """Positions of the pages shared from another table."""
         self.num_pages = 0
@@ -118,7 +118,7 @@ class PageTable:
         self.capacity = num_pages * self._pool.page_positions
 
     def replace(self, position: int, page: int) -> int:
-        """Replace the shared page of a position by an allocated one; return it, whose reference is removed.
+        """Replace the shared page of a position by an allocated one, and return it, whose reference is removed.
 
         The caller must copy the contents of the shared page to the other one.
         """
@@ -171,7 +171,7 @@ MIN_PAGE_BYTES = 1024
 
 
 def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
-    """Return the pages that fit into the cache of a rank, at least one; None if it is as large as the requests need."""
+    """Return the pages that fit into the cache of a rank, at least one, or None for as many as the requests need."""
     if settings.cache_gib == 0:
         return None
     page_bytes = max(sizes.kv_bytes(sizes.page_positions, settings.cache), MIN_PAGE_BYTES)
@@ -208,7 +208,7 @@ def check_requests(requests: Sequence[Request], num_pages: int, page_positions: 
 
 
 def most_positions(requests: Sequence[Request]) -> int:
-    """Return the positions of the longest sample, prompt and new tokens; 0 without requests."""
+    """Return the positions of the longest sample, prompt and new tokens, or 0 without requests."""
     return max((request.max_positions for request in requests), default=0)
 
 

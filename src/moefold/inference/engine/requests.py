@@ -33,7 +33,7 @@ class LogitRules:
     min_tokens: int = 0
     """Minimum new tokens before an end-of-text token."""
     grammar: str = ""
-    """Grammar of the sample's text, for `GenerationEngine.open`; empty: any text."""
+    """Grammar of the sample's text, for `GenerationEngine.open`. Empty: any text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Request:
     prompt_number: int = 0
     """Key of the random numbers, at least 0."""
     sample_number: int = 0
-    """Key of the random numbers, at least 0; different for the samples of one prompt."""
+    """Key of the random numbers, at least 0. The samples of one prompt have different keys."""
     max_tokens: int
     """Maximum number of new tokens, at least 1."""
     eos_ids: frozenset[int] = frozenset()
     """End-of-text tokens."""
     sampling: SamplingParams | None = None
-    """Sampling parameters of this sample; None: the engine's."""
+    """Sampling parameters of this sample. None: the engine's."""
     num_alternatives: int = 0
     """Number of most likely tokens at each position whose log-probabilities `NewToken` reports."""
     rules: LogitRules | None = None
@@ -84,7 +84,7 @@ class Completion:
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
     """Experts of each token of prompt and completion in each MoE layer of this rank, [MoE layers of this rank, prompt +
-    new tokens - 1, K]; None if not recorded. The last token is never an input of the model."""
+    new tokens - 1, K], or None if not recorded. The last token is never an input of the model."""
 
 
 class PromptScore(NamedTuple):
@@ -117,9 +117,9 @@ class EngineSettings:
     slots: int = 256
     """Maximum samples that are decoded at a time."""
     pass_tokens: int = 2048
-    """Maximum tokens of a forward pass, of prompts and of samples together; at least `slots`."""
+    """Maximum tokens of a forward pass, of prompts and of samples together, at least `slots`."""
     cache_gib: float = 1.0
-    """GiB for the cached keys and values (or latents) of this rank's layers; 0: as much as the requests need."""
+    """GiB for the cached keys and values (or latents) of this rank's layers. 0: as much as the requests need."""
     cache: CacheKind = "latents"
     """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
@@ -133,7 +133,7 @@ class EngineSettings:
         )
 
     def check(self) -> None:
-        """Check the ranges of the settings; raise ConfigError if a setting is out of its range."""
+        """Check the ranges of the settings. Raise ConfigError if a setting is out of its range."""
         if self.slots < 1:
             raise ConfigError(Problem("rollout.slots", self.slots, "must be at least 1"))
         if self.pass_tokens < self.slots:

@@ -25,7 +25,7 @@ class PassLimits:
     slots: int
     """Maximum samples with pages at a time."""
     pass_tokens: int
-    """Maximum tokens of a pass; at least `slots`."""
+    """Maximum tokens of a pass, at least `slots`."""
     num_pages: int
     """Pages of the cache. They must hold the longest sample."""
     page_positions: int
@@ -41,11 +41,11 @@ class PassSegment(NamedTuple):
     table: PageTable
     """Pages of the sequence, including the pages of these tokens."""
     request_id: int
-    """Id of the sample whose next token is drawn after the last of these tokens; -1: no draw."""
+    """Id of the sample whose next token is drawn after the last of these tokens. -1: no draw."""
     state_slot: int
     """Slot of the sequence's recurrent state."""
     scored_id: int = -1
-    """Id of the sample whose prompt's log-probabilities are reported; -1: no report."""
+    """Id of the sample whose prompt's log-probabilities are reported. -1: no report."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class PassScheduler:
                 prefix.clear()
 
     def next_pass(self) -> Pass:
-        """Return the tokens of the next pass; they count as cached from now on."""
+        """Return the tokens of the next pass. They count as cached from now on."""
         self._copies = []
         self._admit()
         state_copies = self._attach_prefixes()
@@ -210,7 +210,7 @@ class PassScheduler:
         return Pass(segments, self._copies, state_copies)
 
     def _attach_prefixes(self) -> list[tuple[int, int]]:
-        """Give cached shared prompts to the samples that wait for them; return the slots of states to copy."""
+        """Give cached shared prompts to the samples that wait for them, and return the slots of states to copy."""
         state_copies = []
         for sample in self._active:
             if sample.prefix is not None and not sample.prefix.num_pending:
@@ -288,7 +288,7 @@ class PassScheduler:
         return prefix
 
     def _reserve(self, sequence: _Sequence, count: int, request_id: int) -> int:
-        """Provide pages for the next tokens of a sequence; return the number of tokens with pages.
+        """Provide pages for the next tokens of a sequence, and return the number of tokens with pages.
 
         Samples younger than `request_id` may lose their pages.
         """
@@ -308,7 +308,7 @@ class PassScheduler:
         return count
 
     def _free_pages(self, request_id: int) -> bool:
-        """Remove one holder of pages; return False if there are only older samples.
+        """Remove one holder of pages, and return False if there are only older samples.
 
         The holder is a shared part of a prompt that no sample waits for, or else the youngest sample.
         """
@@ -326,7 +326,7 @@ class PassScheduler:
         return True
 
     def _remove_idle_prefix(self) -> bool:
-        """Remove a cached shared part of a prompt that no sample waits for; return False if there is none."""
+        """Remove a cached shared part of a prompt that no sample waits for, and return False if there is none."""
         in_use = {id(sample.prefix) for sample in self._active}
         for prompt, prefix in self._prefixes.items():
             if id(prefix) not in in_use and prefix.table.num_pages:

@@ -62,7 +62,7 @@ class CompletionServer:
         self.metrics = ServerMetrics()
 
     def app(self) -> Starlette:
-        """Return the application; on the loopback interface it only accepts requests for this machine's names."""
+        """Return the application. On the loopback interface it only accepts requests for this machine's names."""
         # Otherwise a web page whose name resolves to the loopback address would have the same origin.
         allowed_hosts = list(LOOPBACK_HOSTS) if self._job.options.host in LOOPBACK_NAMES else ["*"]
         key = self._job.options.api_key
@@ -121,7 +121,7 @@ class CompletionServer:
 
     @contextmanager
     def _counted(self, request: ApiRequest) -> Iterator[None]:
-        """Count the samples of a request as open inside this context, before they are created; refuse too many."""
+        """Count the samples of a request as open inside this context, before they are created. Refuse too many."""
         num_samples = request.num_prompts * request.num_samples
         max_samples = self._job.options.max_concurrent
         if num_samples > max_samples:
@@ -202,7 +202,7 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
-        """Run samples inside this context; yield a queue of (index of the sample, new token)."""
+        """Run samples inside this context, and yield a queue of (index of the sample, new token)."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, NewToken]] = asyncio.Queue()
         index_of: dict[int, int] = {}
@@ -255,7 +255,7 @@ class CompletionServer:
         yield "data: [DONE]\n\n"
 
     async def _whole(self, run: "_Run") -> dict[str, Any]:
-        """Return the response with all choices; cancel the samples if the client disconnects."""
+        """Return the response with all choices. Cancel the samples if the client disconnects."""
         builder = ResponseBuilder(run.request, self._job.name)
         collected: list[list[ChoiceText]] = [[] for _ in run.samples]
 
@@ -314,7 +314,7 @@ class _Run:
         return sum(text.num_tokens for text in self.texts)
 
     def chosen_samples(self) -> list[int]:
-        """Return the samples of the answer, grouped by prompt; the likeliest samples first if some are dropped."""
+        """Return the samples of the answer, grouped by prompt. If some are dropped, the likeliest come first."""
         num_samples = self.request.num_samples
         best: list[int] = []
         for first in range(0, len(self.texts), num_samples):
@@ -331,7 +331,7 @@ class _Run:
             self._start = None
 
     def note_tokens(self) -> None:
-        """Record the numbers of tokens; called once, after the answer."""
+        """Record the numbers of tokens, once, after the answer."""
         self._metrics.add_tokens(self.num_prompt_tokens, self.num_new_tokens)
         self.http.scope["moefold.tokens"] = f" {self.num_prompt_tokens}+{self.num_new_tokens} tokens"
 
@@ -374,7 +374,7 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, and serve until the process is interrupted; return the exit status."""
+    """Join the job, and serve until the process is interrupted. Return the exit status."""
     with joined_job(rank_env, device_type, OOM_HINT) as device:
         # A port in use is reported before the weights are read.
         listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None

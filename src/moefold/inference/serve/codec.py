@@ -46,9 +46,9 @@ class EncodedRequest:
     rules: LogitRules | None
     """Changes of the logits."""
     tool_format: ToolFormat | None = None
-    """Format of calls in the text; None if there are no calls, or they are forced."""
+    """Format of calls in the text, or None if there are no calls, or they are forced."""
     prompt_reasons: bool | None = None
-    """True if the prompt ends inside reasoning; None if reasoning is not separated from the answer."""
+    """True if the prompt ends inside reasoning, or None if reasoning is not separated from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
     """Special tokens that are omitted from the text."""
 
@@ -180,7 +180,7 @@ class PromptEncoder:
 
 
 def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
-    """Return the variables of a request if its template reads them; false and null are equal to absent variables."""
+    """Return the variables of a request if its template reads them. False and null are equal to absent variables."""
     for name, value in variables.items():
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
         if name in _RESERVED_VARIABLES:

@@ -55,12 +55,12 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()
         self._request_ids = itertools.count()
         self._receivers: dict[int, _Receiver] = {}
-        """Receivers of the unfinished samples, including samples that have not been added yet; on rank 0."""
+        """Receivers of the unfinished samples, on rank 0, with those that have not been added yet."""
         self._dp_rank_of: dict[int, int] = {}
-        """Data-parallel rank of each unfinished sample; the same on all ranks."""
+        """Data-parallel rank of each unfinished sample, the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
-        """Add a sample for each request, which fits into the cache, and return their ids; thread-safe.
+        """Add a sample for each request, which fits into the cache, and return their ids. Threads may call it.
 
         `deliver` receives each new token. The last token of a sample has its finish reason.
         """
@@ -83,7 +83,7 @@ class EngineLoop:
         self._commands.put([_Cancel(request_id) for request_id in request_ids])
 
     def stop(self) -> None:
-        """End `run` on all ranks; thread-safe."""
+        """End `run` on all ranks. Threads may call it."""
         self._commands.put([None])
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class EngineLoop:
         receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
-        """Return the commands since the last pass; wait for a command if there is no sample. Collective."""
+        """Return the commands since the last pass. Wait for a command if there is no sample. Collective."""
         commands: list[_Command] = []
         if self._groups.rank == 0:
             try:
@@ -121,7 +121,7 @@ class EngineLoop:
         return broadcast_object(commands, self._groups.world, 0)
 
     def _apply(self, commands: Sequence[_Command]) -> bool:
-        """Execute commands; return False if a command ends the loop."""
+        """Execute commands, and return False if a command ends the loop."""
         for command in commands:
             if command is None:
                 return False

@@ -74,7 +74,7 @@ class JsonConstraint:
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return the mask of allowed next tokens, [V]; after the end of the text, the tokens that end an answer."""
+        """Return the mask of allowed next tokens, [V], after the end of the text the tokens that end an answer."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 

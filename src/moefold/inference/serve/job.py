@@ -29,15 +29,15 @@ class ServeOptions(SamplingOptions):
     host: str = "127.0.0.1"
     """Name or address to listen on."""
     port: int = 8000
-    """Port; 0: any free port."""
+    """Port. 0: any free port."""
     name: str = ""
-    """Name of the model in the API; empty: the name of its folder."""
+    """Name of the model in the API. Empty: the name of its folder."""
     slots: int = 64
     """Samples that a data-parallel rank decodes at a time."""
     cache_gib: float = 1.0
     """GiB of the KV cache of a rank."""
     max_length: int = 0
-    """Maximum tokens of a prompt and its completion; 0: the context length of the model, or the size of the cache."""
+    """Maximum tokens of a prompt and its completion. 0: the context length of the model, or the size of the cache."""
     max_concurrent: int = 256
     """Maximum running and waiting samples. Other requests are answered with status 429."""
     max_body_kib: int = 1024
@@ -45,9 +45,9 @@ class ServeOptions(SamplingOptions):
     reasoning: bool = False
     """True if answers of chats have the text between <think> and </think> as `reasoning_content`."""
     api_key: str = field(default="", repr=False)
-    """Key that clients must send; empty: no key."""
+    """Key that clients must send. Empty: no key."""
     access_log: str = ""
-    """File with a line for each request, "-" for standard error; empty: no log."""
+    """File with a line for each request, "-" for standard error. Empty: no log."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ToolUse:
     tools: tuple[Mapping[str, Any], ...]
     """Descriptions of the tools, for the template."""
     forced: tuple[str, ...] = ()
-    """Names of tools, one of which must be called; empty: calls are optional."""
+    """Names of tools, one of which must be called. Empty: calls are optional."""
     allows_many: bool = True
     """True if an answer may have several calls."""
     is_named: bool = False
@@ -63,9 +63,9 @@ class ApiRequest:
     """True if the last turn stays open and is continued."""
     tool_use: ToolUse | None = None
     schema: str = ""
-    """JSON schema of the answer, as JSON; empty: any text."""
+    """JSON schema of the answer, as JSON. Empty: any text."""
     max_tokens: int | None = None
-    """Maximum new tokens; None: as many as fit."""
+    """Maximum new tokens. None: as many as fit."""
     sampling: SamplingParams
     rules: LogitRules
     num_samples: int = 1
@@ -95,7 +95,7 @@ class ApiRequest:
 
 
 def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
-    """Parse and check the JSON body of a request; raise ApiError if it is not valid, or not supported."""
+    """Parse and check the JSON body of a request. Raise ApiError if it is not valid, or not supported."""
     fields = read_fields(body, kind)
     if fields.model not in (None, model_name):
         raise ApiError(f"model {fields.model!r} does not exist; this server has {model_name!r}", 404, "model")
@@ -231,7 +231,7 @@ def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _schema(fields: SharedFields) -> str:
-    """Return the JSON schema that the answer must follow; empty: any text."""
+    """Return the JSON schema that the answer must follow. Empty: any text."""
     answer_format = fields.response_format
     if answer_format is None or answer_format.type == "text":
         return ""
@@ -355,15 +355,15 @@ class TokenLogProb:
     piece: bytes
     """Bytes of the token."""
     log_prob: float | None
-    """Log-probability; None for the first token of a prompt."""
+    """Log-probability, or None for the first token of a prompt."""
     alternatives: Sequence["TokenLogProb"] = ()
     """The most likely tokens at its position."""
     is_shown: bool = True
-    """True if the text contains the token; special tokens may be omitted."""
+    """True if the text contains the token. Special tokens may be omitted."""
 
     @property
     def text(self) -> str:
-        """Text of the token; bytes of an incomplete character are escaped, as in OpenAI's API."""
+        """Text of the token. Bytes of an incomplete character are escaped, as in OpenAI's API."""
         try:
             return self.piece.decode()
         except UnicodeDecodeError:

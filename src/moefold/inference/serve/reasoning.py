@@ -20,7 +20,7 @@ class ReasoningReader:
     """Reader that splits the text of an answer into reasoning and the rest, as it arrives.
 
     Args:
-        is_open: whether the prompt ends inside reasoning; else an answer may begin with reasoning.
+        is_open: whether the prompt ends inside reasoning. Else an answer may begin with reasoning.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -29,7 +29,7 @@ class ReasoningReader:
         self._pending = ""
 
     def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Add the next part of the answer; return the final reasoning and the final other text."""
+        """Add the next part of the answer, and return the final reasoning and the final other text."""
         if self._is_done:
             return "", text
         self._pending += text

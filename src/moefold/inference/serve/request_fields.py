@@ -245,7 +245,7 @@ class ChatFields(SharedFields):
 
 
 def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
-    """Read the fields of a request; raise ApiError if the body is not valid, or requests an unsupported feature."""
+    """Read the fields of a request. Raise ApiError if the body is not valid, or requests an unsupported feature."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -34,7 +34,7 @@ class NoCallError(ValueError):
 
 
 CallParser = Callable[[str, bool, ToolUse], ParsedCalls | None]
-"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None if more text is needed.
+"""Reads the calls at the beginning of a text (text, whether it is complete, tools), or None if more text is needed.
 
 Raises `NoCallError` if there is no call.
 """
@@ -134,7 +134,7 @@ def _parse_tagged(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | N
 
 
 def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tool_use: ToolUse) -> Call:
-    """Return a call whose arguments are texts; arguments that are not strings in the tool's schema are JSON."""
+    """Return a call whose arguments are texts. Arguments that are not strings in the tool's schema are JSON."""
     if name not in _names(tool_use):
         raise NoCallError
     schema = tool_use.parameters_of(name)
@@ -185,7 +185,7 @@ def _array_parser(begin: str, end: str = "") -> CallParser:
 
 
 def _wait(is_end: bool) -> ParsedCalls | None:
-    """Return None to request more text; raise NoCallError if the text is complete."""
+    """Return None to request more text. Raise NoCallError if the text is complete."""
     if is_end:
         raise NoCallError
     return None
@@ -273,7 +273,7 @@ def find_format(template: str, location: str) -> ToolFormat:
 
 
 def check_takes_tools(template: str, location: str) -> None:
-    """Check that a chat template supports descriptions of tools; raise ApiError if it does not."""
+    """Check that a chat template supports descriptions of tools. Raise ApiError if it does not."""
     if not re.search(r"\btools\b", template):
         raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
 
@@ -322,7 +322,7 @@ class CallReader:
         return self.num_calls > 0 and not self._tool_use.allows_many
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add text; return the text outside of calls, and complete calls."""
+        """Add text, and return the text outside of calls, and complete calls."""
         self._pending += text
         # A call is parsed again only after a possible end.
         waits = self._format is None or (self._is_in_call and not _ENDS.intersection(text))
@@ -401,7 +401,7 @@ class CallReader:
 
 
 def call_id(tool_format: ToolFormat | None) -> str:
-    """Return an id of a call; templates of Mistral require nine letters and digits."""
+    """Return an id of a call. Templates of Mistral require nine letters and digits."""
     if tool_format is not None and tool_format.name == "[TOOL_CALLS]":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

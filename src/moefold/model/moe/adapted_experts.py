@@ -52,13 +52,13 @@ def adapted_experts(
     """Compute frozen experts with their adapters. Local.
 
     Args:
-        weights: weights of the experts, in the dtype of x; no gradient.
+        weights: weights of the experts, in the dtype of x, without a gradient.
         options: row counts, activation and saved tensors; without a `permute_map`.
         probs_R: factor of each output row.
         gemm: GEMM backend where the device has no grouped GEMM.
 
     Returns:
-        [R, H]; under etp a partial sum over F.
+        [R, H], under etp a partial sum over F.
     """
     assert options.permute_map is None, "the operations of experts with adapters fuse no permutation"
     pairs = (*adapters.gate, *adapters.up, *adapters.down)

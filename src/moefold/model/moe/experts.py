@@ -88,7 +88,7 @@ class Experts(nn.Module):
         """Apply each expert to its tokens. Local unless experts are migrated.
 
         Returns:
-            [R, H]; under etp a partial sum over F, from this rank's weights. With a `permute_map` [T, H].
+            [R, H], under etp a partial sum over F, from this rank's weights. With a `permute_map` [T, H].
         """
         if self.probs_on_input:
             expert_input = _scale_input(expert_input)

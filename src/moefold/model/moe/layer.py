@@ -30,14 +30,14 @@ class LayerOutput(NamedTuple):
 
     y: Tensor
     routed: Tensor | None = None
-    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer; else it is in `y`."""
+    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer. Else it is in `y`."""
 
 
 class MoELayer(nn.Module):
     """Sparse MoE feed-forward layer over this rank's tokens.
 
     `last_counts_E` holds the routed tokens of each expert over the global batch of the previous step, int64 [E], all 0
-    before the first step; None unless `moe.aux_kind` is "last_global_batch" and `moe.aux_loss` is not 0.
+    before the first step, or None unless `moe.aux_kind` is "last_global_batch" and `moe.aux_loss` is not 0.
 
     `parallelize` replaces `dispatcher` (expert parallelism) and `micro_batch_group` (ranks that share the micro-batch).
     A decoder sets `decoding_dispatcher`.
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         self._eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
-        """Token dropping outside training; None: dropless."""
+        """Token dropping outside training. None: dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
 
     @property
@@ -127,7 +127,7 @@ class MoELayer(nn.Module):
         return run_to_end(self.forward_resumable(x, columns))
 
     def forward_resumable(self, x: Tensor, columns: TokenColumns = NO_COLUMNS) -> Resumable[LayerOutput]:
-        """Compute `forward`, yielding while the dispatcher communicates; `x` is not read after the first yield."""
+        """Compute `forward`, yielding while the dispatcher communicates. `x` is not read after the first yield."""
         token_positions = TokenPositions.of_columns(self.micro_batch_group, x, columns)
         x_TH = x.flatten(0, 1)
         routing = self.router(x_TH, token_positions)

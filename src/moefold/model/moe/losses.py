@@ -29,7 +29,7 @@ def local_load_balancing_loss(
     group_T: Tensor | None = None,
     score_sums_E: Tensor | None = None,
 ) -> Tensor:
-    """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
+    """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4). Return 1 if even.
 
     f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient. P_e is the mean
     score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and the
@@ -40,9 +40,9 @@ def local_load_balancing_loss(
         scores_TE: scores of all experts, which sum to 1, of this rank's tokens.
         tokens_per_expert_XE: routed tokens of each expert without padding, [1, E] over the micro-batch or more, or for
             each of X groups of tokens.
-        num_tokens: tokens of the micro-batch; not used with weights.
-        weights_T: share of each token in the loss, 0 for padding; None: 1/num_tokens.
-        group_T: group of each row, int64 in [0, X); None: row t belongs to group t mod X.
+        num_tokens: tokens of the micro-batch, not used with weights.
+        weights_T: share of each token in the loss, 0 for padding. None: 1/num_tokens.
+        group_T: group of each row, int64 in [0, X). None: row t belongs to group t mod X.
         score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E] and no weights.
     """
     num_experts = scores_TE.shape[1]
@@ -72,8 +72,8 @@ def count_tokens_per_expert(
     """Count this rank's routed tokens of each expert, for each group of tokens, int64 [num_groups, E].
 
     Args:
-        is_token_T: rows to count, bool [T]; None: all.
-        group_T: group of each row; None: row t belongs to group t mod `num_groups`.
+        is_token_T: rows to count, bool [T]. None: all.
+        group_T: group of each row. None: row t belongs to group t mod `num_groups`.
     """
     if group_T is None:
         first_X = torch.arange(num_groups, device=ids_TK.device) * num_experts
@@ -89,7 +89,7 @@ def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
 
     Args:
-        weights_T: factor of each token; None: 1.
+        weights_T: factor of each token. None: 1.
     """
     squares_T = logits_TE.logsumexp(-1).square()
     return squares_T.sum() if weights_T is None else (squares_T * weights_T.to(squares_T.dtype)).sum()
@@ -140,7 +140,7 @@ class RouterLosses:
         Communicates over the ranks of the micro-batch, or over the pipeline stage.
 
         Args:
-            kept_TK: choices that are not dropped; None if the experts have no capacity.
+            kept_TK: choices that are not dropped, or None if the experts have no capacity.
             tokens: positions and weights of the tokens.
             last_counts_E: expert load of the last global batch, if it `uses_last_batch_load`.
         """
@@ -256,7 +256,7 @@ class GlobalBatchLoad:
         self._counts_NE = torch.zeros(micro_batches_per_rank, num_experts, dtype=torch.int64, device="cpu")
 
     def add_micro_batch(self, counts_1E: Tensor, micro_batch: Tensor) -> Tensor:
-        """Store the counts of a micro-batch, 0-dim int64 and 0-based; returns the sum up to and with it, [1, E]."""
+        """Store the counts of a micro-batch, 0-dim int64 and 0-based. It returns the sum up to and with it, [1, E]."""
         if self._counts_NE.device != counts_1E.device:
             self._counts_NE = self._counts_NE.to(counts_1E.device)
         self._counts_NE.index_copy_(0, micro_batch.view(1), counts_1E)
@@ -265,7 +265,7 @@ class GlobalBatchLoad:
 
 
 class RouterStats:
-    """Router statistics of this rank's tokens, summed over the micro-batches of a step; on the device, without syncs.
+    """Router statistics of this rank's tokens, summed over the micro-batches of a step, on the device, without syncs.
 
     A micro-batch is counted when its gradient passes the layer: once, also if its forward pass is recomputed, and never
     in evaluation. Steps without a backward pass count it in the forward pass (`RouterLosses.counts_without_gradients`).
@@ -300,7 +300,7 @@ class RouterStats:
         z: ScaledLoss | None,
         thresholds_E: Tensor | None,
     ) -> None:
-        """Add one micro-batch; None counts as zero."""
+        """Add one micro-batch. None counts as zero."""
         device = tokens_per_expert_E.device
         if self.tokens_per_expert_E.device != device:
             for name, total in vars(self).items():

@@ -33,8 +33,8 @@ def plan_permutation(
 
     Args:
         ids_TK: chosen experts, [T, K], in [0, num_experts) wherever kept.
-        kept_TK: mask of kept tokens, bool [T, K]; None: all.
-        padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data; None:
+        kept_TK: mask of kept tokens, bool [T, K]. None: all.
+        padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data. None:
             as many as it has tokens.
         num_rows: rows of a permutation with a mask and without padding, at least the number of kept tokens; the rows
             after the last expert's rows have dropped tokens. None: the number of kept tokens, which synchronises.
@@ -108,31 +108,31 @@ def permute(
     """Copy each token into the rows of its experts: [T, H] -> [R, H], with zeros in padding rows.
 
     Args:
-        rows_RH: the result, where `ops.permute` has computed it already; None: compute it.
+        rows_RH: the result, where `ops.permute` has computed it already. None: compute it.
     """
     return _Permute.apply(x_TH, rows_RH, permutation, ops)
 
 
 def permute_probs(probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the routing probability of each row, [R], 0 in padding rows; differentiable."""
+    """Gather the routing probability of each row, [R], 0 in padding rows, differentiable."""
     return _PermuteProbs.apply(probs_TK, permutation)
 
 
 def unpermute(
     y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None, ops: PermuteOps = TORCH_PERMUTE_OPS
 ) -> Tensor:
-    """Compute the weighted sum of each token's rows: [R, H] -> [T, H]; dropped tokens count as zero.
+    """Compute the weighted sum of each token's rows: [R, H] -> [T, H]. Dropped tokens count as zero.
 
     Args:
         y_RH: expert outputs. Padding rows are not read.
-        probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
+        probs_TK: routing probabilities, [T, K]. The sum is computed in their dtype and returned in the dtype of y_RH.
             None if the rows are weighted already, and are not saved for backward.
     """
     return _Unpermute.apply(y_RH, probs_TK, permutation, ops)
 
 
 def reorder(x_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Gather rows: row i of the result is row order_R[i]; `inverse_R` is the inverse, used in the backward pass."""
+    """Gather rows: row i of the result is row order_R[i]. `inverse_R` is the inverse, used in the backward pass."""
     return _Reorder.apply(x_RH, order_R, inverse_R)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
-    """Return the experts of the K largest values of each token, descending; ties go to the lower expert. int64 [T, K].
+    """Return the experts of the K largest values of each token, descending. Ties go to the lower expert. int64 [T, K].
 
     torch.topk leaves the order of equal values open, so routing would depend on the shape of the shard. argmax returns
     the first of them, and K passes are faster than a stable sort.
@@ -167,7 +167,7 @@ class Router(nn.Module):
         return torch.promote_types(dtype, self._min_dtype)
 
     def route(self, logits_TE: Tensor, dtype: torch.dtype, token_positions: TokenPositions) -> RoutingDecision:
-        """Choose the experts from the logits of tokens of a dtype; communicates as `forward` does."""
+        """Choose the experts from the logits of tokens of a dtype. It communicates as `forward` does."""
         override = self.override
         if override is not None and not (self.training or override.in_evaluation):
             override = None
@@ -324,7 +324,7 @@ class FusedRouting:
         )
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> "RouterOutput":
-        """Choose experts; probabilities, scores, their sums and the z-loss sum are differentiable.
+        """Choose experts. Probabilities, scores, their sums and the z-loss sum are differentiable.
 
         Args:
             bias_E: added to the scores for the top-k only.
@@ -335,7 +335,7 @@ class FusedRouting:
 
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
-    """Return the reason why the fused kernel does not support the router of a recipe; empty if it does."""
+    """Return the reason why the fused kernel does not support the router of a recipe, or empty if it does."""
     choice = chosen_in(moe, ChoicePart)
     score = model.ffn.moe.router
     if not choice.scores_decide:

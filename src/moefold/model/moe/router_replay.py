@@ -20,7 +20,7 @@ class RouterOverride(Protocol):
         """Return the experts to use, int64 [T, K].
 
         Args:
-            ids_TK: choices of the router, int64 [T, K]; token s*B + b is position s of sample b.
+            ids_TK: choices of the router, int64 [T, K]. Token s*B + b is position s of sample b.
             sample_ids_B: index of each sample of the micro-batch in the global batch, int64 [B].
         """
 
@@ -36,11 +36,11 @@ class ReplayedRouting:
     first_sample: int
     """Index of this rank's first sample in the global batch."""
     replayed_NSK: Tensor | None = None
-    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None if there is no replay."""
+    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K], or None if there is no replay."""
     recorded_NSK: Tensor | None = None
-    """Buffer for the choices in use, in the same layout; None if there is no recording."""
+    """Buffer for the choices in use, in the same layout, or None if there is no recording."""
     is_replayed_NS: Tensor | None = None
-    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for all other tokens."""
+    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]. None: all. The router chooses for all other tokens."""
     in_evaluation: bool = False
 
     @property

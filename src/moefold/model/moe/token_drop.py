@@ -1,6 +1,6 @@
 """Token dropping: an expert of limited capacity keeps some of its routed tokens.
 
-Expert capacity is as in arXiv:2006.16668 sec. 2.2; deciding over a rank's own tokens is the default of
+Expert capacity is as in arXiv:2006.16668 sec. 2.2. Deciding over a rank's own tokens is the default of
 arXiv:2504.14960.
 """
 
@@ -50,7 +50,7 @@ class CapacityPolicy:
 
         Args:
             index_T: index of each token in the micro-batch, int64 [T], all different.
-            is_token_T: rows that are not padding, bool [T]; None: all. Padding is not kept, and does not count in the
+            is_token_T: rows that are not padding, bool [T]. None: all. Padding is not kept, and does not count in the
                 capacity.
 
         Returns:

@@ -19,7 +19,7 @@ class MicroBatchGroup:
     rank: int = 0
     """Index of this rank in the group, and of its rows in the result of `gather`."""
     positions: Tensor | None = None
-    """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; None: 0, 1, 2, ..."""
+    """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]. None: 0, 1, 2, ..."""
     data_parallel_size: int = 1
     """Micro-batches that are computed at the same time, each by a separate group: dp."""
 
@@ -42,12 +42,12 @@ class MicroBatchGroup:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Columns of a micro-batch that MoE layers read; see `Batch`."""
+    """Columns of a micro-batch that MoE layers read. See `Batch`."""
 
     sample_ids: Tensor | None = None
-    """Index of each sample in the global batch, int64 [B]; None: 0 .. B-1."""
+    """Index of each sample in the global batch, int64 [B]. None: 0 .. B-1."""
     token_weights: Tensor | None = None
-    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None if there is no padding."""
+    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp], or None if there is no padding."""
     positions: Tensor | None = None
     """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; otherwise None."""
     token_samples: Tensor | None = None
@@ -91,10 +91,10 @@ class TokenPositions:
     sample_ids_B: Tensor
     """Index of each sample in the global batch, int64 [B]."""
     weights_T: Tensor | None = None
-    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None without
+    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding, or None without
     padding."""
     placed: PlacedTokens | None = None
-    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then the samples of unmoved rows.
+    """The tokens, where `parallel.context` moves them. `sample_ids_B` are then the samples of unmoved rows.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class TokenPositions:
         return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
-        """Return the mask of this rank's rows that are not padding, bool [T]; None: all."""
+        """Return the mask of this rank's rows that are not padding, bool [T]. None: all."""
         return None if self.weights_T is None else self.weights_T > 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class TokenPositions:
         return torch.arange(self.num_positions, device=device) if positions is None else positions.to(device)
 
     def global_index(self) -> Tensor:
-        """Return the index of each token in the micro-batch, position * B + b, int64 [T]; the same on every mapping."""
+        """Return the index of each token in the micro-batch, position * B + b, int64 [T], the same on every mapping."""
         batch_size = len(self.sample_ids_B)
         if self.placed is not None:
             return self.placed.positions_T * batch_size + self.placed.samples_in_micro_batch()

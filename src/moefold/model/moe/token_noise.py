@@ -37,10 +37,10 @@ def uniform_noise(
             noise.
         sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
         positions_S: positions of the tokens in their sample; or of each row, [rows].
-        dtype: dtype of the result; each value is rounded to it once, from float64.
+        dtype: dtype of the result. Each value is rounded to it once, from float64.
 
     Returns:
-        [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
+        [S*B, width], sequence-first, or [rows, width], on the device of sample_ids_B.
     """
     device = sample_ids_B.device
     features = torch.arange(1, width + 1, device=device) * _signed(GOLDEN)

@@ -69,7 +69,7 @@ class CAttention:
         self._self_test()
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether the kernel supports these tensors; depends on shapes and dtypes only."""
+        """Return whether the kernel supports these tensors. It depends on shapes and dtypes only."""
         return self._supports_heads(q, k, v) and q.shape[:2] == k.shape[:2] and q.shape[0] <= MAX_SEQ_LEN
 
     def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:

@@ -36,7 +36,7 @@ SILENCE_S = 3.0
 """Time until a compilation, or the wait for a compilation by another process, is reported."""
 VECTORIZATION_FLAGS = ("-fno-trapping-math", "-fno-math-errno", "-ffinite-math-only", "-fno-signed-zeros")
 """Flags that let comparisons become min and max instructions: without them gcc 12 vectorises these with AVX-512 only,
-and SwiGLU takes four to eight times as long with AVX2. The order of sums is kept; sources must not use floating-point
+and SwiGLU takes four to eight times as long with AVX2. The order of sums is kept. Sources must not use floating-point
 NaN tests.
 """
 
@@ -87,7 +87,7 @@ Fields = tuple[tuple[str, Any], ...]
 
 
 def declare(function: Any, *arguments: Any, result: Any = None) -> Any:
-    """Set the C types of the arguments and of the result of a function; return it."""
+    """Set the C types of the arguments and of the result of a function, and return it."""
     function.argtypes = arguments
     function.restype = result
     return function
@@ -117,7 +117,7 @@ def check_results(
 
 
 def address_of(x: Tensor | None) -> int | None:
-    """Return the address of a tensor's first element; None: NULL."""
+    """Return the address of a tensor's first element. None: NULL."""
     return None if x is None else x.data_ptr()
 
 
@@ -139,7 +139,7 @@ def build_libraries(*names: str) -> None:
 
 @contextlib.contextmanager
 def _open_private_folder(folder: Path) -> Iterator[int]:
-    """Open a folder that only this user may write, created if missing; yields its descriptor.
+    """Open a folder that only this user may write, created if missing. It yields its descriptor.
 
     Operations through the descriptor apply to the checked folder, even if its path is replaced meanwhile.
 

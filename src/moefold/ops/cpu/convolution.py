@@ -1,4 +1,4 @@
-"""Short causal convolution of each channel on a CPU in C, forward and backward; a `ConvolutionKernel`.
+"""Short causal convolution of each channel on a CPU in C, forward and backward, a a `ConvolutionKernel`.
 
 Its reference is `ops.linear_attention.causal_convolution`. Tensors are float32 or bfloat16, computation is float32.
 Results are bitwise independent of the number of threads.
@@ -57,7 +57,7 @@ class CConvolution:
         return _Convolution.apply(self, has_silu, x_SBC, weight_CK, previous_KBC, num_previous_SB)
 
     def forward(self, inputs: tuple[Tensor, ...], *, has_silu: bool) -> Tensor:
-        """Return the output; inputs are x, weight, previous and num_previous, contiguous."""
+        """Return the output. Inputs are x, weight, previous and num_previous, contiguous."""
         out = torch.empty_like(inputs[0])
         self._forward(_to_struct(inputs, has_silu), out.data_ptr(), torch.get_num_threads())
         return out

@@ -32,7 +32,7 @@ FUNCTIONS = {
     "combine": "permute",
     "router_choose": "router",
 }
-"""Functions of the C struct `kernel_functions`, in its order, and their libraries; `swiglu` has one for each dtype."""
+"""Functions of the C struct `kernel_functions`, in its order, and their libraries. `swiglu` has one for each dtype."""
 CACHE_LINE_BYTES = 64
 
 
@@ -109,7 +109,7 @@ class CDecode:
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:
-        """Return whether this kernel may compute the part of a layer that `kernel` computes; None: torch."""
+        """Return whether this kernel may compute the part of a layer that `kernel` computes. None: torch."""
         return any(kernel is replaced for replaced in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
@@ -153,7 +153,7 @@ class CDecodePass:
 
         Args:
             layers: at least one layer. All have the same number of experts for each row.
-            x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
+            x_RH: rows of the residual stream, [R, H], R at least 1, unchanged.
 
         Returns:
             The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
@@ -170,7 +170,7 @@ class CDecodePass:
         return y_RH, ids_LRK
 
     def set_checked_rows(self, layer: "CDecodeLayer", x_RH: Tensor, rows: DecodeRows) -> int:
-        """Describe the rows to C; return their number. The C code has no bounds checks."""
+        """Describe the rows to C, and return their number. The C code has no bounds checks."""
         self._set_rows(rows, layer.dtype)
         num_rows: int = self.struct.rows
         assert x_RH.shape == (num_rows, layer.hidden), (x_RH.shape, num_rows, layer.hidden)
@@ -178,7 +178,7 @@ class CDecodePass:
         return num_rows
 
     def _set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
-        """Describe the rows of a pass to C; does nothing if they are the rows of the last call."""
+        """Describe the rows of a pass to C. It does nothing if they are the rows of the last call."""
         if rows is self._rows and self._key is not None:
             return
         num_rows = len(rows.slots_R)
@@ -238,7 +238,7 @@ class CDecodeLayer:
         self.hidden = len(weights.attention_norm)
         self.num_experts = 0 if weights.router is None else len(weights.router.weight)
         self.top_k = weights.top_k
-        """Experts of each row; 0 without experts."""
+        """Experts of each row, or 0 without experts."""
         # The struct has addresses only.
         self._kept: list[Tensor] = []
         self._struct = self._layer_struct(weights, key_pages, value_pages)
@@ -353,7 +353,7 @@ class CDecodeLayer:
     def _linear_struct(
         self, linear: LinearWeights, outputs: int, inputs: int, dtype: torch.dtype | None = None
     ) -> _LinearStruct:
-        """Return the struct of a linear layer whose result and bias have a dtype; None: the dtype of the rows."""
+        """Return the struct of a linear layer whose result and bias have a dtype. None: the dtype of the rows."""
         weight = linear.weight.detach()
         assert weight.shape == (outputs, inputs), (weight.shape, outputs, inputs)
         self._kept.append(weight)
@@ -376,7 +376,7 @@ class CDecodeHead:
 
     Args:
         norm: weight of the final norm, [H], in the dtype of the rows.
-        weight: rows of this rank's vocabulary, [V/tp, H], in that dtype; it must keep its address, like `norm`.
+        weight: rows of this rank's vocabulary, [V/tp, H], in that dtype. It must keep its address, like `norm`.
     """
 
     def __init__(self, kernel: CDecode, norm: Tensor, weight: Tensor, eps: float) -> None:

@@ -34,7 +34,7 @@ class CDraw:
         self._self_test()
 
     def supports(self, logits_NV: Tensor) -> bool:
-        """Return whether the kernel supports these logits; depends on their layout only."""
+        """Return whether the kernel supports these logits. It depends on their layout only."""
         width = logits_NV.shape[1]
         is_known = logits_NV.is_cpu and logits_NV.dtype == torch.float32 and logits_NV.stride(1) == 1
         return is_known and 0 < width <= self._max_tokens
@@ -44,7 +44,7 @@ class CDraw:
 
         Args:
             logits_NV: logits over the whole vocabulary.
-            temperature: divisor of the logits; 0: the first of the largest logits.
+            temperature: divisor of the logits. 0: the first of the largest logits.
             uniforms: number in [0, 1) for each row; not read at temperature 0.
         """
         num_rows, width = logits_NV.shape
@@ -67,7 +67,7 @@ class CDraw:
         return tokens_N
 
     def _self_test(self) -> None:
-        """Compare with float64; raise CompilerError if draws differ."""
+        """Compare with float64. Raise CompilerError if draws differ."""
         logits_V = torch.linspace(-3, 9, SELF_TEST_WIDTH).sin().mul_(4)
         places = np.linspace(0, 0.999, 9)
         cumulative = np.cumsum(np.exp(logits_V.double().numpy() / 0.7))

@@ -59,7 +59,7 @@ class CExactTopk:
         return out, int(rows_with_nan)
 
     def _self_test(self) -> None:
-        """Select from a row with ties, with a wrong guess; raise CompilerError if the result differs from a sort."""
+        """Select from a row with ties, with a wrong guess. Raise CompilerError if the result differs from a sort."""
         scores = (torch.arange(2000) * 7 % 101).view(1, -1)
         expected = scores.argsort(dim=1, descending=True, stable=True)[:, :300].sort(dim=1).values
         for dtype in SCORE_TYPES:

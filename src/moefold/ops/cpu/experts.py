@@ -17,7 +17,7 @@ from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 @dataclass(frozen=True)
 class SequentialExpertOps:
-    """`ExpertOps` of one expert after another; saves the gate and up projections, if asked.
+    """`ExpertOps` of one expert after another. It saves the gate and up projections, if asked.
 
     Args:
         gemm: GEMM backend. If it multiplies in higher precision, the intermediates are in that precision. If it accepts
@@ -132,7 +132,7 @@ class SequentialExpertOps:
         then keep the buffers of all experts alive.
 
         Args:
-            per_expert: True: a buffer for each expert; False: one buffer for all.
+            per_expert: True: a buffer for each expert. False: one buffer for all.
         """
         counts = options.tokens_per_expert
         like = self.gemm.upcast(x[:0])
@@ -146,7 +146,7 @@ class SequentialExpertOps:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Buffers for the intermediates of an expert; empty where the operations allocate their own."""
+    """Buffers for the intermediates of an expert, or empty where the operations allocate their own."""
 
     tensors: list[Tensor]
     count: int
@@ -172,7 +172,7 @@ class _ExpertGradInputs:
 
 
 class _WeightGradients:
-    """Weight gradients of all experts, computed expert by expert; allocated on first use."""
+    """Weight gradients of all experts, computed expert by expert. Allocated on first use."""
 
     def __init__(self, ops: SequentialExpertOps, x: Tensor, weights: ExpertWeights, options: ExpertOptions) -> None:
         self._ops = ops
@@ -182,7 +182,7 @@ class _WeightGradients:
         self._grads: list[Any] | None = None
 
     def compute(self, experts: Sequence[_ExpertGradInputs]) -> list[Tensor | None]:
-        """Compute the gradients of these experts; return the gradients of all, in the order of `ExpertWeights`."""
+        """Compute the gradients of these experts, and return the gradients of all, in the order of `ExpertWeights`."""
         for inputs in experts:
             self.add(inputs)
         return self._allocated()

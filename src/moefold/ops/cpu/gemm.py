@@ -26,7 +26,7 @@ MIN_FAST_VECTOR_WIDTH = 8
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value. A miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
-"""Words of a cache line; panels are aligned to it."""
+"""Words of a cache line. Panels are aligned to it."""
 SELF_TEST_SHAPES = ((37, 41, 75), (3, 64, 528))
 """Rows, columns and depth of the self-test: not multiples of vectors and panels, and few rows, as in decoding."""
 GEMM_ARGS = struct.Struct("P7qPq")

@@ -1,4 +1,4 @@
-"""Gated linear attention in chunks on a CPU in C, forward and backward; a `ChunkKernel` (ops/linear_attention.py).
+"""Gated linear attention in chunks on a CPU in C, forward and backward, a a `ChunkKernel` (ops/linear_attention.py).
 
 Its reference is `ops.linear_attention.Chunks`. Two pairs of functions: `linear_chunks.c` computes the products within
 the chunks, and `linear_scan.c` the states between them and the outputs. Tensors of tokens are float32 or bfloat16,
@@ -103,7 +103,7 @@ class _Sizes(ctypes.Structure):
         return -(-size // multiple) * multiple
 
     def chunk_shapes(self, vector_width: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors of the chunks; see `CChunks`."""
+        """Return the shapes of the tensors of the chunks. See `CChunks`."""
         heads = (self.num_chunks, self.samples, self.key_heads * self.repeats)
         keys = self.padded(self.key_size, vector_width)
         solved = self.padded(self.value_size, vector_width) + (keys if self.has_delta else 0)
@@ -151,7 +151,7 @@ class CLinearAttention:
         )
 
     def prepare(self, inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "CChunks":
-        """See `ChunkKernel`; chunks of at most MAX_CHUNK_SIZE tokens."""
+        """See `ChunkKernel`, for chunks of at most MAX_CHUNK_SIZE tokens."""
         sizes = _Sizes.of(inputs, min(chunk_size, MAX_CHUNK_SIZE))
         return CChunks(self, sizes, *_PrepareChunks.apply(self, sizes, is_start_SB, *inputs))
 
@@ -260,7 +260,7 @@ class CLinearAttention:
 
 @dataclass(frozen=True)
 class CChunks:
-    """Products within the chunks as in `Chunks`, with rows and columns padded by zeros; a `PreparedChunks`."""
+    """Products within the chunks as in `Chunks`, with rows and columns padded by zeros, as a `PreparedChunks`."""
 
     kernel: CLinearAttention
     sizes: _Sizes

@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU in C, one pass over memory in each direction; a `NormKernel` (ops/norm.py).
+"""RMSNorm on a CPU in C, one pass over memory in each direction, a a `NormKernel` (ops/norm.py).
 
 Its reference is `ops.norm.TorchRMSNorm`. Results are bitwise independent of the number of threads.
 """

@@ -53,7 +53,7 @@ class CPagedAttention:
     """Attention to pages of float32 or bfloat16, computed in float32.
 
     Args:
-        attention: the kernel of training; the self-test compares every bit with it.
+        attention: the kernel of training. The self-test compares every bit with it.
     """
 
     def __init__(self, attention: CAttention) -> None:
@@ -65,7 +65,7 @@ class CPagedAttention:
         self._self_test(attention)
 
     def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
-        """Return whether the kernel supports a cache of such keys and values; depends on shapes and dtypes only."""
+        """Return whether the kernel supports a cache of such keys and values. It depends on shapes and dtypes only."""
         return (
             all(x.is_cpu and x.dtype == q_RAD.dtype in TOLERANCES for x in (q_RAD, k_RGD, v_RGD))
             and k_RGD.shape == v_RGD.shape
@@ -86,13 +86,13 @@ class CPagedAttention:
         """Compute softmax attention, with scores divided by sqrt(D).
 
         Args:
-            q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
+            q_RAD: queries, [R, A, D]. Head a reads key/value head a // (A/G).
             key_pages: [P, G, D, N], contiguous.
             value_pages: [P, G, N, D], contiguous.
             page_table: pages of each row, int32 [R, pages], contiguous.
-            lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
-            window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
-            sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
+            lengths: keys that a row attends to, its own included, int32 [R], each at least 1. The cache has them.
+            window: sliding window: maximum keys of a row, its own included. 0: no limit. Pages before it are not read.
+            sinks: a logit of each head that takes part in the softmax, [A]. See `fold_in_sinks`.
 
         Returns:
             [R, A, D], in the dtype of the queries.

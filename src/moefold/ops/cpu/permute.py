@@ -1,4 +1,4 @@
-"""Combine of expert outputs on a CPU in C, and its gradients; a `PermuteOps`, whose other operations are torch's."""
+"""Combine of expert outputs on a CPU in C, and its gradients, a a `PermuteOps`, whose other operations are torch's."""
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class CPermuteOps(TorchPermuteOps):
     def combine_backward(
         self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `PermuteOps`; torch operations where a row has no token or a token no row."""
+        """See `PermuteOps`. A row without a token, or a token without a row, takes torch operations."""
         has_all = permutation.kept_TK is None and permutation.non_padding_R is None and len(y_RH) == probs_TK.numel()
         is_supported = y_RH.is_cpu and y_RH.dtype == grad_TH.dtype in DTYPES and probs_TK.dtype == torch.float32
         if not has_all or not is_supported or len(y_RH) == 0:

@@ -1,4 +1,4 @@
-"""RoPE of half-split pairs on a CPU in C, one pass over memory in each direction; a `RopeKernel` (ops/rope.py).
+"""RoPE of half-split pairs on a CPU in C, one pass over memory in each direction, a a `RopeKernel` (ops/rope.py).
 
 Its reference is `ops.rope.rotate_halves`, which takes four passes, and rounds twice in bfloat16.
 """
@@ -23,7 +23,7 @@ SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
 
 
 class CRope:
-    """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32; saves nothing of x.
+    """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32. It saves nothing of x.
 
     Unsupported tensors fall back to PyTorch operations: interleaved pairs, other dtypes and devices.
     """

@@ -1,4 +1,4 @@
-"""Softmax of routers on a CPU in C, with the same bits as in `decode.c`; a `SoftmaxKernel`."""
+"""Softmax of routers on a CPU in C, with the same bits as in `decode.c`, a a `SoftmaxKernel`."""
 
 from typing import Any
 

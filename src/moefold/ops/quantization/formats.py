@@ -31,7 +31,7 @@ class QuantFormat:
     max_value: float
     """Largest value of the format."""
     round_values: Callable[[Tensor], Tensor]
-    """Rounds scaled values to the format, to nearest, ties to even; keeps their dtype."""
+    """Rounds scaled values to the format, to nearest, ties to even, and keeps their dtype."""
     block_size: int
     """Values of an activation or a gradient that share a scale."""
     weight_block_rows: int

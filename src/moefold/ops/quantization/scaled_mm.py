@@ -110,7 +110,7 @@ def scaled_mm_unsupported_reason(
     dtype: torch.dtype,
     sizes: tuple[int, int, int] = UNEVEN_SIZES,
 ) -> str:
-    """Compare the three GEMMs of a small layer with the emulation; return the disagreement, empty if they agree.
+    """Compare the three GEMMs of a small layer with the emulation, and return the disagreement, empty if they agree.
 
     Block magnitudes differ widely, so that a misplaced scale is detected.
 
@@ -118,7 +118,7 @@ def scaled_mm_unsupported_reason(
         linear: the GEMMs.
         quant_format: format that they quantise to.
         dtype: the dtype of the run, as a device may support one result dtype and not another.
-        sizes: rows M, depth K and width N; N is at most M and K.
+        sizes: rows M, depth K and width N. N is at most M and K.
     """
     num_rows, depth, width = sizes
     generator = torch.Generator().manual_seed(11)

@@ -30,7 +30,7 @@ def weight_identity(tensor: Tensor) -> object | None:
 
 
 class WeightCache:
-    """Results of one function of weights, kept for a step; the function runs each time if the cache is not enabled."""
+    """Results of one function of weights, kept for a step. The function runs each time if the cache is not enabled."""
 
     def __init__(self, *, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled
@@ -39,12 +39,12 @@ class WeightCache:
 
     @property
     def scope(self) -> object | None:
-        """Identity of the current step, during which no weight changes; None outside of a step."""
+        """Identity of the current step, during which no weight changes, or None outside of a step."""
         return self._scope
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Cache inside this context, where no weight may change; free everything at its end."""
+        """Cache inside this context, where no weight may change. Free everything at its end."""
         assert self._scope is None, "the scopes of two steps overlap"
         self._scope = object()
         self._results = {} if self._is_enabled else None

@@ -50,7 +50,7 @@ def _gradient_kernel(logits, rows, normalizers, grads, out, width, HAS_NORMALIZE
 
 
 class TritonCrossEntropyOps:
-    """`CrossEntropyOps` of one kernel each, in float32; not for float64."""
+    """`CrossEntropyOps` of one kernel each, in float32. float64 has none."""
 
     def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
         """See `CrossEntropyOps`."""

@@ -159,7 +159,7 @@ def triton_exact_topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the positions, int32 [R, k], and the rows with a NaN, bool [R], whose positions are undefined.
 
-    For the arguments see `moefold.ops.exact_topk.exact_topk`; scores in float32 or bfloat16. The memory of the
+    For the arguments see `moefold.ops.exact_topk.exact_topk`, with scores in float32 or bfloat16. The memory of the
     survivors is 8 bytes for each of R rows times the smaller of N and 4 k.
     """
     rows, width = scores.shape

@@ -31,7 +31,7 @@ GROUPED_MM = GroupedMMExpertOps()
 
 @dataclass(frozen=True)
 class TritonExpertOps(GroupedExpertOps):
-    """Expert operations that gather rows while reading; no device syncs."""
+    """Expert operations that gather rows while reading, without device syncs."""
 
     autotuner: Autotuner
 
@@ -74,7 +74,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("fc1", (rows,), _fc1_key(weights), self._fc1_candidates(rows, weights, fused, apart))
 
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
-        """Return the tile configs of the kernel of both projections; empty: they are computed separately."""
+        """Return the tile configs of the kernel of both projections. Empty: they are computed separately."""
         return fc1_tile_configs(x)
 
     def _fc1_candidates(
@@ -154,7 +154,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("product and combine", (rows,), key, candidates)
 
     def scatter_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
-        """Return the tile configs of the GEMM that writes rows to their places; empty: rows are reordered after it."""
+        """Return the tile configs of the GEMM that writes rows to their places. Empty: rows are reordered after it."""
         return tile_configs(x)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _weight_gradient_of_rows(
 
 
 def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
-    """Return (values, source_R) for a kernel; materialized rows are read directly."""
+    """Return (values, source_R) for a kernel. Materialized rows are read directly."""
     if rows.is_materialized:
         return unit_stride(rows.materialized), None
     return unit_stride(rows.values), rows.source_R

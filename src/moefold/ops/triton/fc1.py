@@ -34,7 +34,7 @@ TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=32, block_k=32, num_warps=
 
 @dataclass(frozen=True)
 class Fc1Output:
-    """Output tensors of the kernel; None if not written."""
+    """Output tensors of the kernel, or None if not written."""
 
     hidden_RF: Tensor | None
     g_RF: Tensor | None
@@ -133,14 +133,14 @@ def fc1(
 
     Args:
         x: rows of unit stride, [R, H], or [any, H] with `source_R`.
-        weights: weights of the experts; gate and up matrices have the same strides.
-        offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R.
+        weights: weights of the experts. Gate and up matrices have the same strides.
+        offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R.
         out: contiguous tensors to write, at least one; both projections or none of them. Rows after the last offset are
             not written.
-        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
-        probs_R: factor of each row of the hidden values; None: 1.
-        clamp: (alpha, limit) of the clamped activation; None: SwiGLU.
-        tile_config: tile sizes; None: the first of `fc1_tile_configs`.
+        source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
+        probs_R: factor of each row of the hidden values. None: 1.
+        clamp: (alpha, limit) of the clamped activation. None: SwiGLU.
+        tile_config: tile sizes. None: the first of `fc1_tile_configs`.
     """
     w_gate = weights.gate_EHF
     w_up = weights.up_EHF

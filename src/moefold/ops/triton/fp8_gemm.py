@@ -24,7 +24,7 @@ def _scaled_gemm_kernel(
     x, x_scales, w, w_scales, y, offsets, num_experts, num_rows, width, depth, stride_we, stride_se, stride_sn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r] = x[r] @ w[expert of r].T; all contiguous, the depth a whole number of blocks."""
+    """Compute y[r] = x[r] @ w[expert of r].T. All contiguous, the depth a whole number of blocks."""
     tile = tl.program_id(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
     inner = tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def _scaled_weight_grad_kernel(
     x, x_scales, grad, grad_scales, out, offsets, depth, width, padded_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = x[:, blocks of e] @ grad[:, blocks of e].T; all contiguous."""
+    """Compute out[e] = x[:, blocks of e] @ grad[:, blocks of e].T, all contiguous."""
     tiles_m = tl.cdiv(depth, BLOCK_M)
     tiles_n = tl.cdiv(width, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -123,7 +123,7 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
 def scaled_grouped_gemm_weight_grad(
     x: QuantizedTensor, grad: QuantizedTensor, offsets_E: Tensor, out: Tensor
 ) -> Tensor:
-    """Compute the gradient of the matrices, [E, K, N]; 0 for an expert without rows.
+    """Compute the gradient of the matrices, [E, K, N], or 0 for an expert without rows.
 
     Args:
         x: result of `quantize_columns`, [K, R].
@@ -152,7 +152,7 @@ class Fp8ExpertOps(TritonExpertOps):
     Args:
         block_size: values that share a scale.
         weight_cache: keeps quantised weights for a step.
-        autotuner: chooses the fastest candidate for a shape; None: the first candidate.
+        autotuner: chooses the fastest candidate for a shape. None: the first candidate.
     """
 
     probs_commute = False
@@ -222,7 +222,7 @@ class Fp8Linear:
         ).squeeze(0)
 
     def matmul(self, x_MK: Tensor, w_KN: Tensor) -> Tensor:
-        """Compute x @ w, [M, N]; `w_KN` is a view of a weight."""
+        """Compute x @ w, [M, N]. `w_KN` is a view of a weight."""
         return self.expert_ops.grouped_gemm(GatheredRows(x_MK), w_KN.unsqueeze(0), single_expert_offsets(x_MK))
 
 

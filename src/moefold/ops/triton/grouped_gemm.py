@@ -135,7 +135,7 @@ def _weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = x[rows of e].T @ grad[rows of e]; zero for an expert without rows."""
+    """Compute out[e] = x[rows of e].T @ grad[rows of e]. Return zero for an expert without rows."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     tiles_m = tl.cdiv(depth, BLOCK_M)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -195,7 +195,7 @@ def _combine_kernel(
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return tl.dot's input precision for float32, as set for torch; other dtypes ignore it."""
+    """Return tl.dot's input precision for float32, as set for torch. Other dtypes ignore it."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -228,10 +228,10 @@ def grouped_gemm(
         w_EKN: [E, K, N], any strides.
         offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R. Rows after it are
             not written.
-        source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
-        target_R: row of the result that each row is written to, a permutation, int [R]; None: the same row.
+        source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
+        target_R: row of the result that each row is written to, a permutation, int [R]. None: the same row.
         second: another x and w of the same strides, whose product is added.
-        tile_config: tile sizes; None: the first of `tile_configs`.
+        tile_config: tile sizes. None: the first of `tile_configs`.
 
     Returns:
         [R, N] in the dtype of x.
@@ -272,7 +272,7 @@ def grouped_gemm_weight_grad(
         x: rows with unit stride, [R, K].
         grad: rows with unit stride, [R, N].
         offsets_E: end offset of each expert's rows, int32 [E] on the device.
-        tile_config: tile sizes; None: the first of `tile_configs`.
+        tile_config: tile sizes. None: the first of `tile_configs`.
     """
     depth = x.shape[1]
     width = grad.shape[1]
@@ -303,9 +303,9 @@ def combine_rows(
     Args:
         rows_RH: rows with unit stride.
         row_TK: row of each routed token, int [T, K].
-        kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of other tokens are not read.
-        probs_TK: weight of each routed token; None: 1.
-        second_RH: added to the rows, of the same strides; None: 0.
+        kept_TK: routed tokens to sum, bool [T, K]. None: all. The rows of other tokens are not read.
+        probs_TK: weight of each routed token. None: 1.
+        second_RH: added to the rows, of the same strides. None: 0.
     """
     assert second_RH is None or second_RH.stride() == rows_RH.stride(), "both need the same strides"
     num_tokens, top_k = row_TK.shape
@@ -325,7 +325,7 @@ def combine_rows(
 
 
 def upcasts(x: Tensor) -> bool:
-    """Return whether to upcast: the interpreter does not support bfloat16 dots; float32 gives the same products."""
+    """Return whether to upcast: the interpreter does not support bfloat16 dots. float32 gives the same products."""
     return not x.is_cuda and x.dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""States and outputs of gated linear attention over its chunks in Triton; a `ChunkKernel` (ops/linear_attention.py).
+"""States and outputs of gated linear attention over its chunks in Triton, a a `ChunkKernel` (ops/linear_attention.py).
 
 Its reference is `ops.linear_attention.Chunks`, whose torch operations compute the products within the chunks here too.
 The reference then computes one chunk after another, with a few launches each. Here one launch in each direction
@@ -128,7 +128,7 @@ def _scan_backward_kernel(
     HAS_DELTA: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, HAS_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of states and written values, from the last chunk to the first; as `_scan_kernel`."""
+    """Compute the gradients of states and written values, from the last chunk to the first, as `_scan_kernel`."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK_C)[:, None]
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
@@ -181,13 +181,13 @@ class TritonLinearAttention:
         return v.dtype != torch.float64 and k.shape[-1] <= MAX_KEY_SIZE and v.numel() > 0
 
     def prepare(self, inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> "TritonChunks":
-        """See `ChunkKernel`; chunks of at most MAX_CHUNK_SIZE tokens."""
+        """See `ChunkKernel`, for chunks of at most MAX_CHUNK_SIZE tokens."""
         return TritonChunks(prepare_chunks(inputs, is_start_SB, min(chunk_size, MAX_CHUNK_SIZE)))
 
 
 @dataclass(frozen=True)
 class TritonChunks:
-    """Products within the chunks, the input of the kernels; a `PreparedChunks`."""
+    """Products within the chunks, the input of the kernels, as a `PreparedChunks`."""
 
     chunks: Chunks
 

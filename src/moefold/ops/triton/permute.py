@@ -56,7 +56,7 @@ class TritonPermuteOps:
     def combine_backward(
         self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `PermuteOps`; reads y and the gradient once, and writes the gradient of each probability in place."""
+        """See `PermuteOps`. It reads y and the gradient once, and writes the gradient of each probability in place."""
         grad = unit_stride(grad_TH)
         y = unit_stride(y_RH)
         num_rows, width = y.shape

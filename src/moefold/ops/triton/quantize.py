@@ -140,7 +140,7 @@ def quantize_rows(x: Tensor, num_rows: int, source_R: Tensor | None, block_size:
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         num_rows: R.
-        source_R: index into `x` of each row, int [R]; -1 for zeros.
+        source_R: index into `x` of each row, int [R], or -1 for zeros.
         block_size: a power of two.
     """
     rows = _empty_operand(num_rows, x.shape[1], block_size, x.device)
@@ -163,7 +163,7 @@ def quantize_columns(
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
         num_rows: R.
-        source_R: index into `x` of each row, int [R]; -1 for zeros.
+        source_R: index into `x` of each row, int [R], or -1 for zeros.
         offsets_E: end offset of each expert's rows, int32 [E].
         block_size: a power of two.
 

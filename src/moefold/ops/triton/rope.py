@@ -57,7 +57,7 @@ def _rope_kernel(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-    """Rotate the first dims of each head; see `moefold.ops.rope.Rope`.
+    """Rotate the first dims of each head. See `moefold.ops.rope.Rope`.
 
     Args:
         x: [S, B, heads, D].

@@ -20,7 +20,7 @@ class RouterOptions:
 
     top_k: int
     is_softmax: bool
-    """True: softmax scores; False: sigmoid scores."""
+    """True: softmax scores. False: sigmoid scores."""
     is_post_softmax: bool
     """Probabilities are a softmax over the chosen logits."""
     normalizes_probs: bool
@@ -62,7 +62,7 @@ def _mask_to_top_groups(values, expert, num_experts, NUM_GROUPS: tl.constexpr, T
 
 @triton.jit
 def _scores_and_lse(logits, is_expert, IS_SOFTMAX: tl.constexpr):
-    """Return (raw scores, log-sum-exp of the logits); scores are 0 after the last expert."""
+    """Return (raw scores, log-sum-exp of the logits). Scores are 0 after the last expert."""
     top = tl.max(logits, 1)
     exps = tl.exp(logits - top[:, None])
     total = tl.sum(exps, 1)
@@ -206,7 +206,7 @@ class RouterOutput:
 
 
 def route_forward(logits_TE: Tensor, bias_E: Tensor | None, options: RouterOptions) -> RouterOutput:
-    """Choose experts; see `moefold.model.moe.router` for the outputs.
+    """Choose experts. See `moefold.model.moe.router` for the outputs.
 
     Args:
         logits_TE: float32, contiguous.
@@ -243,7 +243,7 @@ def route_backward(logits_TE: Tensor, ids_TK: Tensor, grads: Sequence[Tensor | N
         logits_TE: as in the forward pass.
         ids_TK: the choices.
         grads: gradients of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared
-            log-sum-exps; None for zero.
+            log-sum-exps, or None for zero.
         options: as in the forward pass.
     """
     num_tokens, num_experts = logits_TE.shape

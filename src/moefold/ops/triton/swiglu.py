@@ -81,10 +81,10 @@ def activation_forward(g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp
     """Compute the activation times the probabilities of the rows, [R, F].
 
     Args:
-        g_RF: gate projection; contiguous.
-        u_RF: up projection; contiguous.
+        g_RF: gate projection, contiguous.
+        u_RF: up projection, contiguous.
         probs_R: None: 1.
-        clamp: (alpha, limit) of the clamped activation; None: SwiGLU.
+        clamp: (alpha, limit) of the clamped activation. None: SwiGLU.
     """
     hidden_RF = torch.empty_like(g_RF)
     rows, columns = g_RF.shape
@@ -101,7 +101,7 @@ def activation_forward(g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp
 def activation_backward(
     grad_RF: Tensor, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None, clamp: tuple[float, float] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (scaled hidden values, gradients of g, of u and of the probabilities [R]); see `activation_forward`."""
+    """Return (scaled hidden values, gradients of g, of u and of the probabilities [R]). See `activation_forward`."""
     hidden_RF, grad_g, grad_u = (torch.empty_like(g_RF) for _ in range(3))
     rows, columns = g_RF.shape
     grad_probs = None if probs_R is None else torch.empty_like(probs_R)

@@ -59,7 +59,7 @@ def _unpack_kernel(
 
 
 def pack_rows(x_RH: Tensor) -> Tensor:
-    """Compute `pack`, uint8 [R, H + 4 * ceil(H/128)]; torch's operations where the scales would be misaligned."""
+    """Compute `pack`, uint8 [R, H + 4 * ceil(H/128)], by torch's operations where the scales would be misaligned."""
     num_rows, width = x_RH.shape
     num_blocks = triton.cdiv(width, BLOCK)
     if width % SCALE_BYTES or not x_RH.numel():
@@ -75,7 +75,7 @@ def pack_rows(x_RH: Tensor) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Compute `unpack`, [R, H]; torch's operations where the scales are misaligned."""
+    """Compute `unpack`, [R, H], by torch's operations where the scales are misaligned."""
     num_rows = len(packed)
     if width % SCALE_BYTES or not packed.numel():
         return unpack(packed, width, dtype)

@@ -102,14 +102,14 @@ def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKe
 
 
 def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
-    """Return the reason why GEMMs of `fp8-blockwise` are emulated here; empty if our kernels compute them."""
+    """Return the reason why GEMMs of `fp8-blockwise` are emulated here, or empty if our kernels compute them."""
     return tensor_core_unsupported_reason(run, device, MIN_FP8_CAPABILITY) or triton_unsupported_reason(
         run, device.type
     )
 
 
 def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
-    """Return the reason why low-precision tensor cores are not used; empty if recipe and device allow them."""
+    """Return the reason why low-precision tensor cores are not used, or empty if recipe and device allow them."""
     if run.kernels == "plain":
         return "run.kernels='plain'"
     if device.type != "cuda":

@@ -122,7 +122,7 @@ def apply_kernels(stage: Transformer, kernels: SelectedKernels) -> None:
 
 
 def _cpu_kernels(run: RunConfig, model: ModelConfig) -> SelectedKernels:
-    """Select the C kernels that are fast on this CPU, if there is a compiler; float64 and non-SwiGLU use torch."""
+    """Select the C kernels that are fast on this CPU, if there is a compiler. float64 and non-SwiGLU use torch."""
     if run.dtype == "float64":
         return SelectedKernels()
     from moefold.ops.cpu.build import CompilerError

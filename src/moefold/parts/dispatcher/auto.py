@@ -11,7 +11,7 @@ from moefold.config.groups.dispatcher import DispatcherPart
 
 @dataclass(frozen=True, kw_only=True)
 class AutoDispatcherPart(DispatcherPart):
-    """Take deepep where all ranks can run it, else alltoall; chosen when a run starts, and named in the log."""
+    """Take deepep where all ranks can run it, else alltoall. It is chosen when a run starts, and named in the log."""
 
     keeps_sum_order: ClassVar[bool] = True
     has_shared_buffers: ClassVar[bool] = True

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDispatcherPart(DispatcherPart):
-    """Permute the tokens by expert, with ep = etp = 1; other kinds that allow these degrees do the same."""
+    """Permute the tokens by expert, with ep = etp = 1. Other kinds that allow these degrees do the same."""
 
     spreads_experts: ClassVar[bool] = False
     for_inference: ClassVar[bool] = True

@@ -29,7 +29,7 @@ class TrainingContext:
     """Chosen run folder."""
     groups: ParallelGroups
     training: TrainingStep
-    """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""
+    """Model, optimizer and guard. `training.model.stages` are the stages of this rank."""
     data: "StepData"
     position: Position
     stop: StopSignals
@@ -38,11 +38,11 @@ class TrainingContext:
     log: "RunLog | None" = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""
+    """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank, or empty before the first step."""
     is_resumed: bool = False
     """True if a checkpoint was loaded."""
     status: int = 0
-    """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
+    """Exit status: 0, or 128 + the number of the signal that ends the loop. It is equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call before a checkpoint is saved, on all ranks. They may communicate."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class CallbackStage(IntEnum):
     OUTER_EVALUATION = auto()
     """The outer weights of sites are evaluated if the weights were."""
     METRICS = auto()
-    """The metrics and the routing of the step are written; `TrainingContext.metrics` is set."""
+    """The metrics and the routing of the step are written. `TrainingContext.metrics` is set."""
     REPORTS = auto()
     """Rollouts and slow ranks are reported, below the line of the step."""
     CHECK = auto()
@@ -113,11 +113,11 @@ class FinishedStep:
     signals: tuple[Signals, ...] = _set_in(CallbackStage.ROUNDS, CallbackStage.EVALUATION)
     """Signals that stop the run after this step."""
     rl: dict[str, Any] | None = _set_in(CallbackStage.EVALUATION, default=None)
-    """Metrics of the rollouts; None without reinforcement learning."""
+    """Metrics of the rollouts, or None without reinforcement learning."""
     sites: dict[str, Any] | None = _set_in(CallbackStage.ROUNDS, CallbackStage.OUTER_EVALUATION, default=None)
-    """Metrics of the round of the sites after this step; None without a round."""
+    """Metrics of the round of the sites after this step, or None without a round."""
     eval_loss: float | None = _set_in(CallbackStage.EVALUATION, default=None)
-    """Validation loss after this step; None without an evaluation."""
+    """Validation loss after this step, or None without an evaluation."""
     is_evaluated: bool = _set_in(CallbackStage.EVALUATION, default=True)
     """False if a due evaluation was prevented by a signal."""
 
@@ -131,7 +131,7 @@ class Callback:
     """
 
     state_name: str = ""
-    """Name of the callback's state in checkpoints; "": the name of its class."""
+    """Name of the callback's state in checkpoints. "": the name of its class."""
 
     metrics: "Sequence[Metric]" = ()
     """Definitions of the metrics that `measure` returns."""
@@ -150,11 +150,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint; called before `on_start` and before `on_rollback`."""
+        """Take over the state of a checkpoint, before `on_start` and before `on_rollback`."""
 
     @property
     def saved_as(self) -> str:
-        """Name of the callback's state in checkpoints; "" for a callback without state."""
+        """Name of the callback's state in checkpoints, or "" for a callback without state."""
         has_state = type(self).state_dict is not Callback.state_dict
         return (self.state_name or type(self).__name__) if has_state else ""
 
@@ -171,7 +171,7 @@ class Callback:
         """Run after the last step and its checkpoint, but not after an exception.
 
         Args:
-            status: exit status of the run; 128 + the number of a signal.
+            status: exit status of the run, or 128 + the number of a signal.
         """
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
@@ -184,7 +184,7 @@ class StageCallback(Callback):
     stage: ClassVar[CallbackStage]
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Run after a step, and return it with the fields that this callback sets; by default, run `after_step`."""
+        """Run after a step, and return it with the fields that this callback sets. By default, run `after_step`."""
         self.after_step(context, step)
         return step
 

@@ -32,16 +32,16 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 
 @dataclass
 class SaveHistory:
-    """Checkpoints of the run that this process has loaded and saved; outlives a trainer if the ranks regroup."""
+    """Checkpoints of the run that this process has loaded and saved. It outlives a trainer if the ranks regroup."""
 
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
     saved_step: int | None = None
-    """Step of the last save that was started; None if none was: a checkpoint in the folder is from another run."""
+    """Step of the last save that was started, or None if none was: a checkpoint in the folder is from another run."""
     snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
-    """Step to restore from the snapshots; None: from a checkpoint."""
+    """Step to restore from the snapshots. None: from a checkpoint."""
     initial_states: States = field(default_factory=dict)
     """States of the program's callbacks before the first step, see `RunStates`."""
 
@@ -60,7 +60,7 @@ class Checkpointing(StageCallback):
         """Take over the snapshots of this process, and open the saver. Collective if it saves in the background.
 
         Args:
-            history: checkpoints of the run that this process knows; None for a new process.
+            history: checkpoints of the run that this process knows, or None for a new process.
         """
         self._cfg = cfg
         self._history = history or SaveHistory()
@@ -126,7 +126,7 @@ class Checkpointing(StageCallback):
         """Restore the run from the snapshots of a step, and certify the result. Collective.
 
         Raises:
-            RunError: a shard is lost, or the certificate fails; on every rank.
+            RunError: a shard is lost, or the certificate fails. Raised on every rank.
         """
         from moefold.checkpoint.transition_certificate import RestoredRun, certify
 
@@ -251,7 +251,7 @@ class Checkpointing(StageCallback):
         self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))
 
     def _load_weights(self, context: TrainingContext, folder: Path | None = None) -> str:
-        """Load the weights of `folder`, by default the recipe's weights; return a description. Collective."""
+        """Load the weights of `folder`, by default the recipe's weights, and return a description. Collective."""
         # The readers of Hugging Face folders are a tenth of the trainer's modules.
         from moefold.convert.init_from import load_initial_weights
 

@@ -88,7 +88,7 @@ class StepReporting(Callback):
     def __init__(self, on_step: Callable[[dict[str, Any]], None] | None) -> None:
         self._on_step = on_step
         self.last: dict[str, Any] | None = None
-        """Metrics of the step that ended the run; None before it."""
+        """Metrics of the step that ended the run, or None before it."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Report the step, and keep its metrics if it is the last step."""

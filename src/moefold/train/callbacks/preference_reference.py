@@ -162,7 +162,7 @@ class SequenceLogProbs:
         """Pairs of "pair_ids", int64 [B, K / 2], and sums, [B, K], one for each micro-batch."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Keep the sums; all-reduce over cp."""
+        """Keep the sums, after an all-reduce over cp."""
         sequences = Sequences(columns["sequence_ids"], output.context_parallel)
         (sums,) = sequences.sums(output.log_probs(columns["labels"]).unsqueeze(0))
         pair_ids = columns["pair_ids"]

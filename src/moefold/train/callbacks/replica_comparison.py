@@ -46,7 +46,7 @@ class ReplicaComparison(StageCallback):
     state_name = "replica_check"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step whose replicas were compared; empty before the first comparison."""
+        """Return the last step whose replicas were compared, or empty before the first comparison."""
         return {} if self._checked_step is None else {"checked_step": self._checked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

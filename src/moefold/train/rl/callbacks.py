@@ -55,7 +55,7 @@ class RewardEvaluation(StageCallback):
         return replace(step, rl=self._loader.metrics | {"eval_reward": reward})
 
     def _evaluate(self, context: TrainingContext, step: int) -> float | None:
-        """Return the mean reward of held-out prompts; reset the reference model if it has stopped to rise."""
+        """Return the mean reward of held-out prompts. Reset the reference model if it has stopped to rise."""
         reward = self._loader.evaluate_reward()
         if context.log is not None:
             result = "no reward" if reward is None else f"greedy reward {reward:.4f}"
@@ -84,7 +84,7 @@ class RolloutLogging(StageCallback):
         """True if the log has reported that no rollout has a reward."""
 
     def on_start(self, context: TrainingContext) -> None:
-        """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
+        """Open rollouts.jsonl. It removes the lines past the checkpoint that the run continues from."""
         if not context.is_first_rank or not self._every:
             return
         assert context.log is not None

@@ -54,10 +54,10 @@ class ReferenceModel:
         """Load the weights that rl.reference names, with the initial adapters for rl.reference="start". Collective.
 
         Args:
-            folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
+            folder: the checkpoint or Hugging Face folder that has them. "": the newest checkpoint of `source`.
 
         Returns:
-            The folder; "" for random weights.
+            The folder, or "" for random weights.
 
         Raises:
             ConfigError: the weights cannot be read.
@@ -103,7 +103,7 @@ class KLReference:
     """Reference of the KL penalty: a model if `rl.kl` is above 0, and the plateau after which the policy replaces it.
 
     Args:
-        build: builds the reference model; collective, and so is the constructor.
+        build: builds the reference model. Collective, and so is the constructor.
     """
 
     def __init__(self, rl: RLConfig, policy: ParallelModel, build: Callable[[], ReferenceModel]) -> None:
@@ -114,11 +114,11 @@ class KLReference:
         self._plateau = Plateau()
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the column of a batch that the penalty reads; empty without a penalty. Collective."""
+        """Return the column of a batch that the penalty reads, or empty without a penalty. Collective."""
         return {} if self._model is None else {"reference_log_probs": self._model.log_probs(batch)}
 
     def record(self, reward: float) -> bool:
-        """Record a held-out reward; on a plateau make the current policy the reference model, and return True.
+        """Record a held-out reward. On a plateau make the current policy the reference model, and return True.
 
         Local, on every rank at the same step.
         """
@@ -136,7 +136,7 @@ class KLReference:
         return asdict(self._plateau)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Take the state of a checkpoint; None: a new run."""
+        """Take the state of a checkpoint. None: a new run."""
         self._plateau = Plateau.from_json(state_dict)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class RoundOrder:
     version: int
     """Number of optimizer steps that produced the weights."""
     restart: PromptPosition | None
-    """The prompts to begin with; None: the prompts after the last round."""
+    """The prompts to begin with. None: the prompts after the last round."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RemoteRollouts:
             send.wait()
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
-        """Send the current weights and the order to sample with them, see `RolloutSource.order`; does not wait."""
+        """Send the current weights and the order to sample with them, see `RolloutSource.order`. It does not wait."""
         self._groups.recorder.set_phase("sending weights to the ranks that sample")
         orders = self._to_all(RoundOrder(count, version, restart))
         self._sends.append((version, [*orders, *self._weights.send()]))

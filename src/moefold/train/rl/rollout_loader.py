@@ -74,13 +74,13 @@ class RolloutLoader:
     """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
     train_sampler: PromptCatalog
-    """The training prompts; set by `open`, like `validation_sampler` and `queue`."""
+    """The training prompts, set by `open`, like `validation_sampler` and `queue`."""
     validation_sampler: PromptCatalog
     queue: RoundQueue
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
     round: Sequence[RolloutGroup]
-    """Groups of the last step's batch; with rollout.ranks on the first rank only."""
+    """Groups of the last step's batch. With rollout.ranks they are on the first rank only."""
 
     def __init__(
         self, cfg: Config, model: ParallelModel, reward: Reward, position: Position, link: JobLink | None
@@ -170,7 +170,7 @@ class RolloutLoader:
         return files | {"rl": self.kl_reference.state_dict() | table}
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; see `StepData`.
+        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts. See `StepData`.
 
         Raises:
             RunError: a reward function failed.

@@ -38,7 +38,7 @@ class RoundSampler:
 
     Args:
         records_routing: whether rounds contain the chosen experts, for routing replay.
-        engine: samples in place of the model; None: our own engine samples with the model.
+        engine: samples in place of the model. None: our own engine samples with the model.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class RolloutSource(Protocol):
 
         Args:
             version: number of optimizer steps that produced the weights.
-            restart: the prompts to begin with; None: the prompts after the last ordered round.
+            restart: the prompts to begin with. None: the prompts after the last ordered round.
         """
         ...
 

@@ -41,7 +41,7 @@ class RoundQueue:
         self._restarts = True
 
     def next_round(self, step: int, first: int, skipped_ranges: Sequence[range]) -> tuple[Round, float]:
-        """Order the rounds that the current weights sample; return the oldest round, and the seconds of the wait.
+        """Order the rounds that the current weights sample, and return the oldest round, and the seconds of the wait.
 
         Args:
             skipped_ranges: prompts to skip.
@@ -85,10 +85,10 @@ class RoundQueue:
         return _entries(self._table.arrays())
 
     def restore(self, path: Path, state: dict[str, Any] | None, step: int, open_prompt: Callable[[int], Prompt]) -> str:
-        """Take the rounds of a checkpoint in place of all others; return a message about old or missing rounds.
+        """Take the rounds of a checkpoint in place of all others, and return a message about old or missing rounds.
 
         Args:
-            state: its state of reinforcement learning; None if it has no rounds for this run.
+            state: its state of reinforcement learning, or None if it has no rounds for this run.
 
         Raises:
             ConfigError: the rounds are of other batches.

@@ -22,12 +22,12 @@ class RoundStep:
     """One optimizer step of a round of rollouts."""
 
     groups: Sequence[RolloutGroup]
-    """Groups of the step; empty on a rank that received only its rows from the ranks that sample."""
+    """Groups of the step, or empty on a rank that received only its rows from the ranks that sample."""
     batch: Batch
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]
     routing: BatchRouting | None = None
-    """Choices of experts to replay; None if the routers choose."""
+    """Choices of experts to replay, or None if the routers choose."""
 
 
 class RoundSteps:
@@ -35,8 +35,8 @@ class RoundSteps:
 
     Args:
         pack: packs the rollouts of one step, and returns the rows of this rank.
-        replay: replays the choices of experts; None if the routers choose.
-        capture: stores log-probabilities of the weights that sampled; None if the loss reads none.
+        replay: replays the choices of experts, or None if the routers choose.
+        capture: stores log-probabilities of the weights that sampled, or None if the loss reads none.
     """
 
     def __init__(

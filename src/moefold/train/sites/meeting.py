@@ -98,7 +98,7 @@ class RoundAnswer:
     """Answer of the meeting point to the request for a round."""
 
     round: SiteRound | None
-    """Members and weights; None if this site exchanges nothing."""
+    """Members and weights, or None if this site exchanges nothing."""
     nonfinite: tuple[int, ...]
     """Sites of the round whose weights are not finite."""
     is_unpaired: bool
@@ -110,7 +110,7 @@ class RoundAnswer:
 
 
 class SiteMeeting:
-    """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
+    """Connections of this rank to the meeting point. `links` connects it to the same ranks of the other sites.
 
     Args:
         settings: the settings that all sites must share, by name: `equal_settings`, and the hash of the frozen weights,
@@ -147,7 +147,7 @@ class SiteMeeting:
         """Register until all sites are here. Collective.
 
         Args:
-            poll: called on all ranks with each answer to wait; returns whether to stop waiting.
+            poll: called on all ranks with each answer to wait. It returns whether to stop waiting.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
@@ -204,7 +204,7 @@ class SiteMeeting:
         )
 
     def vote(self, index: int, failures: list[str]) -> str:
-        """Vote on an exchanged round, and return why it is skipped; "" if it is applied. Collective.
+        """Vote on an exchanged round, and return why it is skipped. Return "" if it is applied. Collective.
 
         Args:
             failures: reasons of this site's ranks whose exchange failed.
@@ -217,7 +217,7 @@ class SiteMeeting:
         return str(failures[0] if failures else answer.get("why") or answer.get("unreachable") or answer.get("refused"))
 
     def ask_for_sender(self, poll: Callable[[Message], bool]) -> Message | None:
-        """Wait for a site that gives its state to this one; None if `poll` stops the wait. Collective.
+        """Wait for a site that gives its state to this one. Return None if `poll` stops the wait. Collective.
 
         Raises:
             RunError: the other sites have ended, or the meeting point cannot be reached.

@@ -33,7 +33,7 @@ def make_outer_optimizer(
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
-        state_store: store of the outer states; None: on the device.
+        state_store: store of the outer states. None: on the device.
     """
     parameters = model.trained_parameters
     averaged = dict(model.named_buffers)

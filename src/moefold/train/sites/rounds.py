@@ -68,7 +68,7 @@ class _RunningExchange:
     sent: SentVector
     round: SiteRound
     exchange: "Future[ExchangeResult] | None"
-    """Result of the exchange; None in a round of one site."""
+    """Result of the exchange, or None in a round of one site."""
 
     def wait(self, recorder: FlightRecorder) -> tuple[ExchangeResult | None, str]:
         """Wait for the exchange of this rank and return its result, or the reason of its failure."""
@@ -308,7 +308,7 @@ class SiteRounds(StageCallback):
             outer.begin_next()
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
-        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
+        """Return the weight of this site in a round of fragments, or 0 if it has not trained since the last round."""
         outer = outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
@@ -340,7 +340,7 @@ class SiteRounds(StageCallback):
         self._record_exchange(context, running, exchanged, waited_s)
 
     def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
-        """Vote on a round, and return whether it is applied; else it is skipped. Collective."""
+        """Vote on a round, and return whether it is applied. Else it is skipped. Collective."""
         failures = [text for text in current_world().all_gather_object(failure) if text]
         why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
         if why:
@@ -372,7 +372,7 @@ class SiteRounds(StageCallback):
             self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
+        """Take the outer step of the pending round, if any, and return the metrics of the round. Collective."""
         outer = outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:

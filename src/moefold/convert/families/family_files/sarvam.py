@@ -1,4 +1,4 @@
-"""Families of Sarvam: DeepSeek-V3 with other defaults (105B); GLM-4-MoE with fused queries, keys and values (30B)."""
+"""Families of Sarvam: DeepSeek-V3 with other defaults (105B), and GLM-4-MoE with fused projections (30B)."""
 
 from dataclasses import replace
 

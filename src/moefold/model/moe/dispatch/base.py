@@ -34,11 +34,11 @@ class RoutingMap:
     ids_TK: Tensor
     """Chosen experts, int64 [T, K]."""
     probs_TK: Tensor
-    """Routing probability of each choice, [T, K]; differentiable."""
+    """Routing probability of each choice, [T, K], differentiable."""
     kept_TK: Tensor | None = None
-    """bool [T, K]; None if no token is dropped."""
+    """bool [T, K], or None if no token is dropped."""
     padded_capacity: int | None = None
-    """Rows that each expert gets from each rank, the kept tokens first, then zeros; None if there is no padding."""
+    """Rows that each expert gets from each rank, the kept tokens first, then zeros, or None if there is no padding."""
 
 
 class DispatchMetadata(Protocol):
@@ -74,11 +74,11 @@ class ExpertInput:
     """Input of the experts of this rank."""
 
     x: Tensor
-    """Tokens sorted by expert, [R, H]; with a `permute_map` unsorted, [T, H]."""
+    """Tokens sorted by expert, [R, H], with a `permute_map` unsorted, [T, H]."""
     tokens_per_expert: Sequence[int]
     """Tokens of each expert of this rank, then of each received expert."""
     probs_R: Tensor | None = None
-    """Factor of the output or the input of each row, [R]; None if rows are not scaled."""
+    """Factor of the output or the input of each row, [R], or None if rows are not scaled."""
     permute_map: PermuteMap | None = None
     """Permutation that the experts fuse: the outputs of each token are summed."""
     migration: ExpertMigration | None = None
@@ -133,7 +133,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
     @abstractmethod
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, MetadataT]:
-        """Compute the split sizes; returns the tokens to send and the metadata."""
+        """Compute the split sizes. It returns the tokens to send and the metadata."""
 
     @abstractmethod
     def dispatch_communicate(self, rows: Tensor, metadata: MetadataT) -> Tensor:
@@ -174,24 +174,24 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def permute_map(self, metadata: MetadataT) -> PermuteMap | None:
         """Return the permutation of `dispatch_postprocess` and `combine_preprocess`, for experts that fuse it.
 
-        Both phases are then skipped; where `combines_locally`, `dispatch_probs` is called first. None if there is
-        no permutation, or more than one.
+        Both phases are then skipped. Where `combines_locally`, `dispatch_probs` is called first. None if there is no
+        permutation, or more than one.
         """
         return None
 
     def migration(self, metadata: MetadataT) -> ExpertMigration | None:
-        """Return the experts that change ranks for this micro-batch; None on all ranks if there are none."""
+        """Return the experts that change ranks for this micro-batch, or None on all ranks if there are none."""
         return None
 
     def take_receive_load(self) -> Tensor | None:
-        """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
+        """Return the maximum rows sent to a rank since the last call, divided by its buffer size, on the device.
 
         Above 1, some rows were not sent, and the results are wrong. None without a buffer that could be too small.
         """
         return None
 
     def host_counts(self, counts: Tensor) -> Tensor:
-        """Return counts that the host is about to read; traces without a device replace this method."""
+        """Return counts that the host is about to read. Traces without a device replace this method."""
         return counts
 
     def routing_split_sizes(self, x_TH: Tensor) -> Sequence[SplitSizes]:
@@ -199,7 +199,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return ()
 
     def split_sizes(self, metadata: MetadataT) -> Sequence[SplitSizes]:
-        """Return the split sizes of `dispatch_communicate`; `combine_communicate` has the reverse."""
+        """Return the split sizes of `dispatch_communicate`. `combine_communicate` has the reverse."""
         return ()
 
     def dispatch_async(

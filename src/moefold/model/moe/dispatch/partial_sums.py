@@ -18,7 +18,7 @@ class ReceivedTokens:
     permutation: Permutation
     """Permutation by local expert, one row for each choice of an expert of this rank."""
     probs_NK: Tensor | None
-    """Differentiable routing probabilities; None where the experts have applied them."""
+    """Differentiable routing probabilities, or None where the experts have applied them."""
     tokens_per_expert: Sequence[int]
 
 

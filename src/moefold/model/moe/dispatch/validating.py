@@ -21,7 +21,7 @@ from moefold.ops.permute import PermuteOps
 
 PHASES = ("preprocess", "dispatch", "probs", "migration", "combine")
 HEADER = ("step", "layer", "phase", "width")
-"""Fields that must be equal on all ranks; `width` is the width of a row."""
+"""Fields that must be equal on all ranks. `width` is the width of a row."""
 GROUP_NAMES = ("ep", "etp", "experts")
 
 
@@ -31,7 +31,7 @@ class ValidatingDispatcher(Dispatcher[Any]):
     Collectives of the backward pass follow from the forward pass.
 
     Args:
-        groups: groups of the MoE view; records are gathered over ep x etp.
+        groups: groups of the MoE view. Records are gathered over ep x etp.
     """
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:

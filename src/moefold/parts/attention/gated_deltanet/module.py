@@ -20,7 +20,7 @@ class GatedDeltaNet(DeltaAttention):
         self.dt_bias = nn.Parameter(torch.empty(heads))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate, a and b; see base class."""
+        """Return q, k, v, the gate, a and b. See base class."""
         return tuple(self.column_linear(x, self.wq, self.wk, self.wv, self.wg, self.wa, self.wb, num_unquantized=2))
 
     def activate_gate(self, gate: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class GatedDeltaNetPart(DeltaRulePart):
     c_recurrence: ClassVar[Factors] = ((1.0, 10.2, 3.0, 5.4, 1.0), (1.0, 7.2, 3.0, 4.4, 1.0))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `GatedDeltaNet`; see base class."""
+        """Yield the parameters of `GatedDeltaNet`. See base class."""
         heads = self.num_value_heads
         yield from self.delta_params(hidden)
         yield ParamSpec("wg", (self.value_width, hidden), "attention", tp_dim=0)
@@ -30,18 +30,18 @@ class GatedDeltaNetPart(DeltaRulePart):
         yield norm_param("norm", self.value_head_dim, drawn="ones")
 
     def projected_width(self, tp: int) -> int:
-        """Return the width of queries, keys, values, gate, decays and write strengths; see base class."""
+        """Return the width of queries, keys, values, gate, decays and write strengths. See base class."""
         key, value, heads = self.widths(tp)
         return 2 * key + 2 * value + 2 * heads
 
     def build(self, frame: AttentionFrame) -> "GatedDeltaNet":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.parts.attention.gated_deltanet.module import GatedDeltaNet
 
         return GatedDeltaNet(self, frame)
 
     def formula(self) -> LinearFormula:
-        """Return the output for the tokens of one document; see base class."""
+        """Return the output for the tokens of one document. See base class."""
         from moefold.parts.attention.gated_deltanet.oracle import output
 
         return partial(output, self)

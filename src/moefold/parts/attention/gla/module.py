@@ -41,7 +41,7 @@ class GatedLinearAttention(LinearAttention):
         self.norm = RMSNorm(part.value_head_dim, frame.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, the gate and the logits of the decays without their bias; see base class."""
+        """Return q, k, v, the gate and the logits of the decays without their bias. See base class."""
         q, k, v, gate = self.column_linear(x, self.wq, self.wk, self.wv, self.wg)
         return q, k, v, gate, self.low_rank_linear(x, self.wa_down, self.wa_up)
 
@@ -57,7 +57,7 @@ class GatedLinearAttention(LinearAttention):
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, Tensor]:
-        """Compute recurrence, norm and gate; see base class."""
+        """Compute recurrence, norm and gate. See base class."""
         q, k, v, gate, logits = projected
         dtype = torch.promote_types(q.dtype, torch.float32)
         log_decay = F.logsigmoid(logits.to(dtype) + weights[0].to(dtype)) / DECAY_TEMPERATURE

@@ -26,11 +26,11 @@ class GlaPart(LinearAttentionPart):
     """Width between the two projections of the decays."""
 
     def shrink(self, small: SmallSizes) -> Self:
-        """Return the part with a low rank of decays; see base class."""
+        """Return the part with a low rank of decays. See base class."""
         return replace(super().shrink(small), gate_rank=min(self.gate_rank, small.head_dim))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `GatedLinearAttention`; see base class."""
+        """Yield the parameters of `GatedLinearAttention`. See base class."""
         key, value = self.key_width, self.value_width
         for name, width in (("wq", key), ("wk", key), ("wv", value), ("wg", value)):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
@@ -47,7 +47,7 @@ class GlaPart(LinearAttentionPart):
         )
 
     def projected_width(self, tp: int) -> int:
-        """Return the width of queries, keys, values, gate, and decays; see base class."""
+        """Return the width of queries, keys, values, gate, and decays. See base class."""
         key, value, heads = self.widths(tp)
         return 2 * key + 2 * value + heads * self.key_head_dim
 
@@ -57,13 +57,13 @@ class GlaPart(LinearAttentionPart):
         return self.gate_rank
 
     def build(self, frame: AttentionFrame) -> "GatedLinearAttention":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.parts.attention.gla.module import GatedLinearAttention
 
         return GatedLinearAttention(self, frame)
 
     def formula(self) -> LinearFormula:
-        """Return the output for the tokens of one document; see base class."""
+        """Return the output for the tokens of one document. See base class."""
         from moefold.parts.attention.gla.oracle import output
 
         return partial(output, self)

@@ -170,7 +170,7 @@ class GroupedQueryAttention(SelfAttention):
         return weight[weight_rows], None if bias is None else bias[weight_rows]
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
-        """Yield the features that the kernel does not support; see base class."""
+        """Yield the features that the kernel does not support. See base class."""
         yield "a layer of another class", type(self) is not GroupedQueryAttention
         kernel = self.kernels.decode
         assert kernel is not None
@@ -187,7 +187,7 @@ class GroupedQueryAttention(SelfAttention):
         yield "parameters of attention that it does not know", bool(parameters - FUSED_PARAMETERS)
 
     def fused_weights(self, like: Tensor) -> HeadWeights:
-        """Return projections, norms of heads and sinks; see base class."""
+        """Return projections, norms of heads and sinks. See base class."""
         norms = self.query_norm, self.key_norm
         query_norm, key_norm = (norm if isinstance(norm, RMSNorm) else None for norm in norms)
         return HeadWeights(

@@ -37,9 +37,9 @@ class GqaPart(SoftmaxAttentionPart):
     has_adapters: ClassVar[bool] = True
     has_temperature: ClassVar[bool] = True
     num_kv_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
-    """Key/value heads; equal to num_heads for plain multi-head attention."""
+    """Key/value heads, equal to num_heads for plain multi-head attention."""
     head_dim: Annotated[int, at_least(0, "0: hidden_size/num_heads"), MaxMagnitude(MAX_WIDTH)] = 0
-    """Width of one head, D; 0: hidden_size / num_heads."""
+    """Width of one head, D. 0: hidden_size / num_heads."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     output_bias: bool = False
@@ -47,13 +47,13 @@ class GqaPart(SoftmaxAttentionPart):
     sinks: bool = False
     """Learned sink logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
     scale: Annotated[float, at_least(0, "0: 1/sqrt(head_dim)")] = 0.0
-    """Factor of the attention scores (Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
+    """Factor of the attention scores (Granite's attention_multiplier). 0: 1 / sqrt(head_dim)."""
     rope_fraction: Annotated[float, SHARE] = 1.0
     """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     qk_norm: QueryKeyNorm | None = None
     """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
     temperature: Temperature | None = None
-    """Temperature of the layers without RoPE; none: 1."""
+    """Temperature of the layers without RoPE. none: 1."""
 
     @property
     def value_width(self) -> int:
@@ -170,7 +170,7 @@ class GqaPart(SoftmaxAttentionPart):
         return has_norm and self.has_rope
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `GroupedQueryAttention` or `SparseAttention`; see base class."""
+        """Yield the parameters of `GroupedQueryAttention` or `SparseAttention`. See base class."""
         groups = self.num_kv_heads
         query = self.num_heads * self.head_dim
         key_value = groups * self.head_dim
@@ -208,7 +208,7 @@ class GqaPart(SoftmaxAttentionPart):
         )
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of queries, keys and values, of their norms and of the core; see base class."""
+        """Return the bytes of queries, keys and values, of their norms and of the core. See base class."""
         tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
@@ -222,14 +222,14 @@ class GqaPart(SoftmaxAttentionPart):
         return saved + self.indexer.saved(sizes, key_value) if self.indexer else saved
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the projections; see base class."""
+        """Return the bytes of the projections. See base class."""
         tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
         return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.hidden_size + projected))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of copies of the selected keys; see base class."""
+        """Return the bytes of copies of the selected keys. See base class."""
         if not self.indexer:
             return BytesByPart()
         tp = sizes.parallel.tp
@@ -244,7 +244,7 @@ class GqaPart(SoftmaxAttentionPart):
         return self.num_heads // tp * self.head_dim, 2 * groups * self.head_dim
 
     def build(self, frame: AttentionFrame) -> "GroupedQueryAttention":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         if self.indexer:
             from moefold.parts.attention.gqa.sparse import SparseAttention
 
@@ -254,7 +254,7 @@ class GqaPart(SoftmaxAttentionPart):
         return GroupedQueryAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
-        """Return the heads; see base class."""
+        """Return the heads. See base class."""
         from moefold.parts.attention.gqa.oracle import heads
 
         return partial(heads, self)

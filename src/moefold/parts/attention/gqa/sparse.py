@@ -1,4 +1,4 @@
-"""Module of grouped-query attention over the keys that a lightning indexer selects; see `model/indexer.py`."""
+"""Module of grouped-query attention over the keys that a lightning indexer selects. See `model/indexer.py`."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class SparseAttention(SelectingAttention, GroupedQueryAttention):
         documents: PackedDocuments | None,
         selection: Selection | None = None,
     ) -> Tensor:
-        """Compute attention over the selected keys, with the indexer's loss; see base class."""
+        """Compute attention over the selected keys, with the indexer's loss. See base class."""
         query, key, value = heads
         scale = self.scale or self.head_size**-0.5
         sinks = self._local_sinks(x)

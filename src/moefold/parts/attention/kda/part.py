@@ -26,16 +26,16 @@ class KdaPart(DeltaRulePart):
     full_rank_gates: bool = False
     """Project the hidden state to decays and output gate directly (Ling 3), not through value_head_dim dimensions."""
     decay_bound: Annotated[float, Bound("must be at most 0 (0: none)", lambda bound: bound <= 0)] = 0.0
-    """Lower bound of the logarithm of a decay (Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)); 0: none, and
+    """Lower bound of the logarithm of a decay (Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)). 0: none, and
     the logarithm is -exp(a_log) * softplus(a + dt_bias)."""
 
     @property
     def low_ranks(self) -> int:
-        """Widths of the low ranks of decays and gate together; 0: they are projected directly."""
+        """Widths of the low ranks of decays and gate together. 0: they are projected directly."""
         return 0 if self.full_rank_gates else 2 * self.value_head_dim
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `KimiDeltaAttention`; see base class."""
+        """Yield the parameters of `KimiDeltaAttention`. See base class."""
         rank = self.value_head_dim
         yield from self.delta_params(hidden)
         if self.full_rank_gates:
@@ -50,18 +50,18 @@ class KdaPart(DeltaRulePart):
         yield norm_param("norm", rank, drawn="ones")
 
     def projected_width(self, tp: int) -> int:
-        """Return the width of queries, keys, values, gate, decays and write strengths; see base class."""
+        """Return the width of queries, keys, values, gate, decays and write strengths. See base class."""
         key, value, heads = self.widths(tp)
         return 2 * key + 2 * value + heads * (self.key_head_dim + 1)
 
     def build(self, frame: AttentionFrame) -> "KimiDeltaAttention":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.parts.attention.kda.module import KimiDeltaAttention
 
         return KimiDeltaAttention(self, frame)
 
     def formula(self) -> LinearFormula:
-        """Return the output for the tokens of one document; see base class."""
+        """Return the output for the tokens of one document. See base class."""
         from moefold.parts.attention.kda.oracle import output
 
         return partial(output, self)

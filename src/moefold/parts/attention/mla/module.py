@@ -69,7 +69,7 @@ class LatentAttention(SelfAttention):
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
 
     def open_caches(self, current_pass: CurrentPass, size: CacheSize) -> list[LayerCache]:
-        """Cache latents, or heads; see base class."""
+        """Cache latents, or heads. See base class."""
         if size.kind == "heads":
             return super().open_caches(current_pass, size)
         self.latent_cache = PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)
@@ -81,7 +81,7 @@ class LatentAttention(SelfAttention):
         self.latent_cache = None
 
     def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
-        """Return the dims of the heads that are computed from the latents; see base class."""
+        """Return the dims of the heads that are computed from the latents. See base class."""
         padded = self._padded_head_dim
         return (padded, padded) if self._pads_heads(device, None) else super().head_sizes(core, device)
 
@@ -143,7 +143,7 @@ class LatentAttention(SelfAttention):
         return weight
 
     def _gate(self, x: Tensor, source: Tensor, weight: Tensor) -> Tensor:
-        """Return the gates of the output, [S/cp, B, A or A * v]; an all-gather over tp if queries have a latent."""
+        """Return the gates of the output, [S/cp, B, A or A * v], by an all-gather over tp if queries have a latent."""
         if self.wq_down is None:
             return self._project(source, weight, "wg")
         columns = [(local_param(weight, x.dtype), None)]
@@ -159,7 +159,7 @@ class LatentAttention(SelfAttention):
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
     ) -> Tensor:
-        """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
+        """Compute heads from the gathered latents and run core attention, [S, B, A, v]."""
         # A recomputation has its own graph, whose weight gradients cannot be delayed.
         wgrad_store = self.wgrad_store if self.mla_up_checkpoint is no_checkpoint else None
         pads_heads = self._pads_heads(latents[0].device, documents)
@@ -271,7 +271,7 @@ class LatentAttention(SelfAttention):
         return source, latent, shared_key
 
     def _all_gather_latents(self, local: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather the latents of all tokens of the context shard, [S/cp, B, ...] each; one all-gather over tp."""
+        """Gather the latents of all tokens of the context shard, [S/cp, B, ...] each, by one all-gather over tp."""
         source, latent, shared_key = self.sequence_parallel.gather(torch.cat(local, -1)).split(
             [part.shape[-1] for part in local], -1
         )

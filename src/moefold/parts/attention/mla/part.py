@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaPart(SoftmaxAttentionPart):
-    """Attend with heads projected from one latent (DeepSeek-V2); with an indexer, in the space of the latents."""
+    """Attend with heads projected from one latent (DeepSeek-V2), with an indexer in the space of the latents."""
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
     own_recompute_parts: ClassVar[tuple[str, ...]] = ("mla_up",)
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), MaxMagnitude(MAX_WIDTH)] = 0
-    """Width of the query latent; 0: queries are projected from the hidden state directly."""
+    """Width of the query latent. 0: queries are projected from the hidden state directly."""
     kv_lora_rank: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 64
     """Width of the key-value latent."""
     qk_nope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
@@ -98,7 +98,7 @@ class MlaPart(SoftmaxAttentionPart):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `LatentAttention` or `SparseLatentAttention`; see base class."""
+        """Yield the parameters of `LatentAttention` or `SparseLatentAttention`. See base class."""
         heads = self.num_heads
         query = heads * self.head_dim
         query_rank = self.q_lora_rank
@@ -123,7 +123,7 @@ class MlaPart(SoftmaxAttentionPart):
             yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the heads; with an indexer the heads in the space of the latents, which share one key.
+        """Return the heads. With an indexer these are the heads in the space of the latents, which share one key.
 
         The up projection of the keys and values is then multiplied with each query instead of each key: equal FLOPs.
         """
@@ -165,12 +165,12 @@ class MlaPart(SoftmaxAttentionPart):
         return self.q_lora_rank
 
     def up_weights(self, hidden: int) -> int:
-        """Return the elements of the up projections; see base class."""
+        """Return the elements of the up projections. See base class."""
         values = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
         return 0 if self.indexer else self.num_heads * ((self.q_lora_rank or hidden) * self.head_dim + values)
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the latents, and of the heads projected from them; see base class.
+        """Return the bytes of the latents, and of the heads projected from them. See base class.
 
         With an indexer, return the bytes of the queries and outputs in the space of the latents.
         """
@@ -208,7 +208,7 @@ class MlaPart(SoftmaxAttentionPart):
         return 2 * width + values
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the projections; see base class.
+        """Return the bytes of the projections. See base class.
 
         In the space of the latents, the gradient of `wkv_up` is not delayed.
         """
@@ -217,14 +217,14 @@ class MlaPart(SoftmaxAttentionPart):
         return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.hidden_size + heads))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of copies of the selected keys; see base class."""
+        """Return the bytes of copies of the selected keys. See base class."""
         if not self.indexer:
             return BytesByPart()
         heads = self.num_heads // sizes.parallel.tp
         return self.indexer.transient(sizes, heads, (self.key_width, self.key_width), (SELECTION_COPIES, 3.0))
 
     def build(self, frame: AttentionFrame) -> "LatentAttention":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         if self.indexer:
             from moefold.parts.attention.mla.sparse import SparseLatentAttention
 
@@ -234,7 +234,7 @@ class MlaPart(SoftmaxAttentionPart):
         return LatentAttention(self, frame)
 
     def formula(self) -> SoftmaxFormula:
-        """Return the heads; see base class."""
+        """Return the heads. See base class."""
         from moefold.parts.attention.mla.oracle import heads
 
         return partial(heads, self)

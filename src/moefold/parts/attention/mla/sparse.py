@@ -1,4 +1,4 @@
-"""Module of latent attention over the keys that a lightning indexer selects; see `model/indexer.py`."""
+"""Module of latent attention over the keys that a lightning indexer selects. See `model/indexer.py`."""
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class SparseLatentAttention(SelectingAttention, LatentAttention):
         documents: PackedDocuments | None,
         selection: Selection | None = None,
     ) -> Tensor:
-        """Compute attention over the selected keys, with the indexer's loss; see base class."""
+        """Compute attention over the selected keys, with the indexer's loss. See base class."""
         selection = Selection.begin(self.indexer, selection)
         indexer = selection.indexer
         if indexer.is_dense and not indexer.training:

@@ -38,7 +38,7 @@ class ShortConvolution(LinearAttention):
         self.bo = nn.Parameter(torch.empty(hidden)) if has_bias else None
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the gate before the convolution, the gate after it, and the values; see base class."""
+        """Return the gate before the convolution, the gate after it, and the values. See base class."""
         columns = [
             (local_param(weight, x.dtype), None if bias is None else local_param(bias, x.dtype))
             for weight, bias in ((self.wb, self.bb), (self.wc, self.bc), (self.wv, self.bv))
@@ -63,7 +63,7 @@ class ShortConvolution(LinearAttention):
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, None]:
-        """Compute gates and convolution; see base class."""
+        """Compute gates and convolution. See base class."""
         values = self.convolved(projected)
         kernel = self.kernels.convolution
         mixed = causal_convolution(values, weights[0], preceding.previous_KBC, preceding.num_previous_SB, kernel=kernel)
@@ -72,6 +72,6 @@ class ShortConvolution(LinearAttention):
         return projected[1] * mixed, None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
-        """Compute the layer; see base class."""
+        """Compute the layer. See base class."""
         y = super().forward(x, rope, documents)
         return y if self.bo is None else y + local_param(self.bo, x.dtype)

@@ -32,7 +32,7 @@ class ShortConvolutionPart(AttentionPart):
         return replace(self, conv_kernel=min(self.conv_kernel, small.conv_kernel))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `ShortConvolution`; see base class."""
+        """Yield the parameters of `ShortConvolution`. See base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
         shape = hidden, self.conv_kernel
@@ -57,7 +57,7 @@ class ShortConvolutionPart(AttentionPart):
         return saved
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the projections; see base class."""
+        """Return the bytes of the projections. See base class."""
         hidden = sizes.hidden_size
         return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
@@ -72,13 +72,13 @@ class ShortConvolutionPart(AttentionPart):
         return transient
 
     def build(self, frame: AttentionFrame) -> "ShortConvolution":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.parts.attention.short_convolution.module import ShortConvolution
 
         return ShortConvolution(self, frame)
 
     def formula(self) -> LinearFormula:
-        """Return the output for the tokens of one document; see base class."""
+        """Return the output for the tokens of one document. See base class."""
         from moefold.parts.attention.short_convolution.oracle import output
 
         return partial(output, self)

@@ -19,7 +19,7 @@ class AllGatherAttention(BlockAttention):
     """
 
     def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Gather the keys and values; return chunks visible to both local chunks, then to the second only."""
+        """Gather the keys and values, and return chunks visible to both local chunks, then to the second only."""
         parts = all_gather(kv, self.cp).chunk(2 * self.cp.size)
         chunks = dict(zip(_chunks_by_rank(self.cp), parts, strict=True))
         first, second = zigzag(self.cp.size, self.cp.rank)
@@ -29,7 +29,7 @@ class AllGatherAttention(BlockAttention):
     def kv_gradient(
         self, kv: Tensor, past: Iterator[tuple[Tensor, Sequence[int]]], gradients: BlockGradients
     ) -> Tensor:
-        """Reduce-scatter the gradients of all chunks; see base class."""
+        """Reduce-scatter the gradients of all chunks. See base class."""
         size = kv.shape[0] // 2
         grads = dict(zip(zigzag(self.cp.size, self.cp.rank), gradients.local_dkv.split(size), strict=True))
         for past_kv, chunks in past:

@@ -17,7 +17,7 @@ class AllGatherContext(ContextPart):
     takes_selected_keys: ClassVar[bool] = True
 
     def build(self, cp: "Group", window: int, chunk_size: int) -> "CoreAttention":
-        """Build the core attention of a rank; see the base class."""
+        """Build the core attention of a rank. See the base class."""
         from moefold.parts.context.allgather.module import AllGatherAttention
 
         return AllGatherAttention(cp, window, chunk_size)

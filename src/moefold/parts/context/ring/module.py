@@ -19,7 +19,7 @@ class RingAttention(BlockAttention):
     """
 
     def past_keys(self, kv: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Start the ring; see base class."""
+        """Start the ring. See base class."""
         kv_blocks = ring_pass(kv, self.cp)
         next(kv_blocks)
         return ((block, zigzag(self.cp.size, source)) for source, block in kv_blocks)
@@ -27,7 +27,7 @@ class RingAttention(BlockAttention):
     def kv_gradient(
         self, kv: Tensor, past: Iterator[tuple[Tensor, Sequence[int]]], gradients: BlockGradients
     ) -> Tensor:
-        """Pass the gradients round the ring; see base class."""
+        """Pass the gradients round the ring. See base class."""
         dkv = gradients.local_dkv.to(gradients.dq.dtype)
         incoming = torch.empty_like(dkv)
         works = send_recv(dkv, incoming, self.cp, SUM_TAG)

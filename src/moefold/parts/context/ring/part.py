@@ -15,7 +15,7 @@ class RingContext(ContextPart):
     """Keys and values pass round the ranks while each attends to the block that it has."""
 
     def build(self, cp: "Group", window: int, chunk_size: int) -> "CoreAttention":
-        """Build the core attention of a rank; see the base class."""
+        """Build the core attention of a rank. See the base class."""
         from moefold.parts.context.ring.module import RingAttention
 
         return RingAttention(cp, window, chunk_size)

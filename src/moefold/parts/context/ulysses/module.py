@@ -14,7 +14,7 @@ from moefold.ops.documents import PackedDocuments
 class UlyssesAttention:
     """Ulysses attention: all-to-all from tokens to heads, then full-sequence attention with A/(tp*cp) heads per rank.
 
-    arXiv:2309.14509. If cp does not divide the key/value heads, they are repeated as often as needed; cp divides A/tp.
+    arXiv:2309.14509. If cp does not divide the key/value heads, they are repeated as often as needed. cp divides A/tp.
     """
 
     def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
@@ -30,7 +30,7 @@ class UlyssesAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend; see the module for the shapes. Two all-to-alls over cp."""
+        """Attend. See the module for the shapes. Two all-to-alls over cp."""
         cp = self._cp
         repeats = cp.size // gcd(k.shape[2], cp.size)
         if repeats > 1:

@@ -18,7 +18,7 @@ class UlyssesContext(ContextPart):
     shards_heads: ClassVar[bool] = True
 
     def build(self, cp: "Group", window: int, chunk_size: int) -> "CoreAttention":
-        """Build the core attention of a rank; see the base class."""
+        """Build the core attention of a rank. See the base class."""
         from moefold.parts.context.ulysses.module import UlyssesAttention
 
         return UlyssesAttention(cp, window, chunk_size)

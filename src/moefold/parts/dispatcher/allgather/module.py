@@ -1,4 +1,4 @@
-"""All-gather dispatcher: every rank gets the tokens of all ranks; simple, best for small ep * etp."""
+"""All-gather dispatcher: every rank gets the tokens of all ranks. It is simple, and best for small ep * etp."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

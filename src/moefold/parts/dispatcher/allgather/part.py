@@ -1,4 +1,4 @@
-"""All-gather: every rank gets the tokens of all ranks; simple, best for small ep * etp."""
+"""All-gather: every rank gets the tokens of all ranks. It is simple, and best for small ep * etp."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar

@@ -43,7 +43,7 @@ class AllToAllMetadata:
 
     permutation: Permutation
     probs_TK: Tensor | None
-    """Routing probabilities; None where the experts have applied them."""
+    """Routing probabilities, or None where the experts have applied them."""
     tokens_per_expert: Sequence[int]
     input_splits: Sequence[int]
     """Tokens sent to each ep member."""
@@ -52,7 +52,7 @@ class AllToAllMetadata:
     etp_splits: Sequence[int]
     """Tokens that each etp member received. Every etp member computes all of them."""
     expert_order: tuple[Tensor, Tensor] | None
-    """Permutation of the received tokens by expert, and its inverse; None where they are sorted."""
+    """Permutation of the received tokens by expert, and its inverse, or None where they are sorted."""
     migration: ExpertMigration | None = None
     """Migrated experts. Tokens of received experts follow the tokens of this rank's experts."""
 
@@ -155,7 +155,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return gathered, computed
 
     def dispatch_postprocess(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Sort the received tokens by expert; within an expert, by source."""
+        """Sort the received tokens by expert, and within an expert by source."""
         return rows if metadata.expert_order is None else reorder(rows, *metadata.expert_order)
 
     def permute_map(self, metadata: AllToAllMetadata) -> PermuteMap | None:

@@ -25,7 +25,7 @@ class DedupMetadata(DispatchState):
     """Permutation of the tokens by destination rank: one row for each pair of token and rank."""
     probs_TK: Tensor
     sent_ids: Tensor
-    """Local number of each choice at the destination, int32 [N sent, K]; -1 for experts of other ranks."""
+    """Local number of each choice at the destination, int32 [N sent, K], or -1 for experts of other ranks."""
     input_splits: Sequence[int]
     """Tokens sent to each ep member."""
     output_splits: Sequence[int]
@@ -35,7 +35,7 @@ class DedupMetadata(DispatchState):
 
 
 class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
-    """Dispatcher with an all-to-all over ep that sends no token twice to a rank; etp is 1.
+    """Dispatcher with an all-to-all over ep that sends no token twice to a rank. etp is 1.
 
     A token that chose k experts of a rank is sent once instead of k times, with its choices and their probabilities,
     and the rank returns the weighted sum of the k outputs, as DeepEP does (github.com/deepseek-ai/DeepEP). Sums over
@@ -140,7 +140,7 @@ class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
         return torch.cat((counts[self._ep.rank, :, 0], arriving[:, 0], arriving[:, 1].sum().unsqueeze(0)))
 
     def _local_ids(self, ids_TK: Tensor, to_ranks: Permutation) -> Tensor:
-        """Return the local expert of each choice of each row to send, int32; -1 for experts of other ranks."""
+        """Return the local expert of each choice of each row to send, int32, or -1 for experts of other ranks."""
         rank_N1 = (to_ranks.topk_index_R % self._ep.size).unsqueeze(1)
         local_NK = ids_TK.index_select(0, to_ranks.token_R) - rank_N1 * self._num_local
         is_there = (local_NK >= 0) & (local_NK < self._num_local)

@@ -34,7 +34,7 @@ class Buffer(Protocol):
         """Count the destinations of the tokens.
 
         Args:
-            topk_idx: chosen experts, int64 [T, K]; -1 means none.
+            topk_idx: chosen experts, int64 [T, K]. -1 means none.
             num_experts: E.
 
         Returns:
@@ -49,8 +49,8 @@ class Buffer(Protocol):
         """Send each token to the ranks of its experts.
 
         Args:
-            x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens have the same form.
-            handle: handle of an earlier dispatch, whose layout is reused; then no layout is given.
+            x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]. Received tokens have the same form.
+            handle: handle of an earlier dispatch, whose layout is reused. Then no layout is given.
             layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
@@ -84,7 +84,7 @@ class DeepEPMetadata(DispatchState):
 
 
 class DeepEPDispatcher(PartialSumDispatcher[DeepEPMetadata]):
-    """Dispatcher over a DeepEP buffer; etp is 1.
+    """Dispatcher over a DeepEP buffer. etp is 1.
 
     Unlike in other dispatchers, the counts of received tokens arrive with the tokens, so that `dispatch_communicate`
     synchronises with the device too.

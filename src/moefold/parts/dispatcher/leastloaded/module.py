@@ -34,9 +34,9 @@ class RebalanceRule:
     threshold: float
     """Rebalance only if the busiest rank has more than this many times the mean load."""
     capacity: float
-    """Load that a rank should not exceed, in mean loads; at least 1."""
+    """Load that a rank should not exceed, in mean loads, at least 1."""
     min_tokens: int
-    """Minimum tokens of one expert to migrate together with its weights; at least 1."""
+    """Minimum tokens of one expert to migrate together with its weights, at least 1."""
 
     def max_tokens_per_rank(self, total: int, num_ranks: int) -> int:
         """Return the maximum number of tokens of a rank if there are `total` tokens."""
@@ -56,7 +56,7 @@ def plan_rebalance(load_E: Sequence[int] | Counts, num_ranks: int, rule: Rebalan
         num_ranks: P, which divides E.
 
     Returns:
-        Tokens, int64 [P, E]; the columns sum to `load_E`.
+        Tokens, int64 [P, E]. The columns sum to `load_E`.
     """
     assignment_PE = home_assignment(load_E, num_ranks)
     loads = [int(load) for load in assignment_PE.sum(1)]
@@ -145,7 +145,7 @@ def _move_chunk(
     limit: int,
     min_tokens: int,
 ) -> bool:
-    """Move one chunk from a rank over the limit to the least-loaded rank; return False if no move is possible.
+    """Move one chunk from a rank over the limit to the least-loaded rank, and return False if no move is possible.
 
     A rank that gave more than its excess has headroom for less than a chunk: it never receives a chunk.
     """

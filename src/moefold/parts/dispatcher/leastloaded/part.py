@@ -28,7 +28,7 @@ class LeastLoadedDispatcherPart(DispatcherPart):
     capacity: Annotated[float, at_least(1)] = 1.1
     """Target load of a rank after the move, as a multiple of the mean load."""
     min_tokens: Annotated[int, at_least(1)] = 64
-    """Minimum number of routed tokens for which an expert's weights are sent; about 1024 on a GPU."""
+    """Minimum number of routed tokens for which an expert's weights are sent, about 1024 on a GPU."""
 
     moves_experts: ClassVar[bool] = True
 

@@ -25,16 +25,16 @@ class SymmMemMetadata:
 
     permutation: Permutation
     probs_TK: Tensor | None
-    """Routing probabilities; None where the experts have applied them."""
+    """Routing probabilities, or None where the experts have applied them."""
     splits_E: Tensor
     """Rows sent to each expert, int64 [E] on the device."""
     tokens_per_expert: Sequence[int]
     segments: Tensor | None = None
-    """Rows and first row of each received segment, int64 [2, E]; known once the tokens have been sent."""
+    """Rows and first row of each received segment, int64 [2, E]. Known once the tokens have been sent."""
 
 
 class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
-    """Dispatcher over symmetric memory; etp is 1.
+    """Dispatcher over symmetric memory. etp is 1.
 
     Received rows are sorted by expert. Rows after the last expert's rows are undefined: experts that read row counts on
     the device skip them, and for other experts they are cut off.

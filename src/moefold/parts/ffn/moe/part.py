@@ -39,7 +39,7 @@ class MoePart(RoutedPart):
         )
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `MoELayer`; see base class."""
+        """Yield the parameters of `MoELayer`. See base class."""
         ffn = self.intermediate_size
         experts = self.num_experts
         width = self.latent_size or hidden
@@ -62,7 +62,7 @@ class MoePart(RoutedPart):
             yield from prefixed("shared", swiglu_params("shared_experts", hidden, self.shared_width))
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of router, experts and shared expert; see base class."""
+        """Return the bytes of router, experts and shared expert. See base class."""
         experts = ExpertMemory(sizes, self)
         if "moe" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True) + experts.permute_indices()
@@ -87,7 +87,7 @@ class MoePart(RoutedPart):
         return saved + experts.saved()
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the projections; see base class."""
+        """Return the bytes of the projections. See base class."""
         delayed = BytesByPart()
         experts = ExpertMemory(sizes, self)
         if not experts.dispatcher.moves_experts:
@@ -128,11 +128,11 @@ class MoePart(RoutedPart):
         return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
     def saved_if_recomputed(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the indices of the permutation; see base class."""
+        """Return the bytes of the indices of the permutation. See base class."""
         return ExpertMemory(sizes, self).permute_indices()
 
     def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
         from moefold.model.weight_init import seed_for
@@ -149,7 +149,7 @@ class MoePart(RoutedPart):
         )
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the shared expert, and all routed experts; see base class."""
+        """Return the shared expert, and all routed experts. See base class."""
         from moefold.parts.ffn.moe.oracle import output
 
         return None if self.activation.formula() is None else partial(output, self)

@@ -25,16 +25,16 @@ class SwiGluPart(DensePart):
         return replace(self, intermediate_size=small.shard_width * small.tp)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of `SwiGLU`; see base class."""
+        """Yield the parameters of `SwiGLU`. See base class."""
         return swiglu_params("dense_mlp", hidden, self.intermediate_size)
 
     @property
     def tp_unit(self) -> tuple[str, int]:
-        """The inner width; see base class."""
+        """The inner width. See base class."""
         return "model.ffn.dense.intermediate_size", self.intermediate_size
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of gate, up and their product; see base class."""
+        """Return the bytes of gate, up and their product. See base class."""
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
         saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="dense MLP")
@@ -42,17 +42,17 @@ class SwiGluPart(DensePart):
         return saved
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the bytes of the projections; see base class."""
+        """Return the bytes of the projections. See base class."""
         return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 
     def build(self, frame: FeedForwardFrame, number: int) -> "SwiGLU":
-        """Return the module; see base class."""
+        """Return the module. See base class."""
         from moefold.model.mlp import SwiGLU
 
         return SwiGLU(frame.hidden_size, self.intermediate_size)
 
     def formula(self) -> FeedForwardFormula:
-        """Return SwiGLU; see base class."""
+        """Return SwiGLU. See base class."""
         from moefold.parts.ffn.swiglu.oracle import swiglu
 
         return lambda weights, x, route, round_dispatched: (swiglu(weights, x), None)

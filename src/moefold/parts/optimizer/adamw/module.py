@@ -43,7 +43,7 @@ class OffloadableAdamW(torch.optim.Optimizer):
 
     Args:
         groups: param groups as for torch.optim.AdamW, each with lr, weight_decay, betas and eps.
-        moment_dtype: type of the moments; None: the type of each parameter.
+        moment_dtype: type of the moments. None: the type of each parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], moment_dtype: torch.dtype | None, state_store: StateStore) -> None:

@@ -57,7 +57,7 @@ class AdamW(OptimizerPart):
 
     @property
     def state_dtype(self) -> str:
-        """Type of the moments; empty: the type of the master weights."""
+        """Type of the moments. Empty: the type of the master weights."""
         return "bfloat16" if self.has_bf16_moments else ""
 
     @property
@@ -95,7 +95,7 @@ class AdamW(OptimizerPart):
                 )
 
     def formula(self) -> Callable[..., "Tensor"]:
-        """Return the update of one weight; see the base class."""
+        """Return the update of one weight. See the base class."""
         from moefold.parts.optimizer.adamw.oracle import update
 
         return partial(update, self)

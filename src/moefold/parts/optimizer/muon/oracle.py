@@ -24,7 +24,7 @@ def update(
     state: dict[str, Tensor],
     step: int,
 ) -> Tensor:
-    """Return the scaled, orthogonalised momentum of each matrix plus its decay; or the update of AdamW (`others`)."""
+    """Return the scaled, orthogonalised momentum of each matrix plus its decay, or the update of AdamW (`others`)."""
     if not spec.is_matrix or spec.never_as_matrix or spec.part not in part.groups:
         return others(spec, weight, gradient, state, step)
     momentum = state.setdefault("momentum", torch.zeros_like(weight))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moefold.optim.build import OptimizerRun
 
 MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
-"""Groups of the layers' weight matrices; mtp: the input projection of multi-token prediction."""
+"""Groups of the layers' weight matrices. mtp: the input projection of multi-token prediction."""
 MOMENTUM = "momentum"
 BYTES_PER_PARAM = 58
 """Memory traffic for the local shard of a matrix: norm 4, decayed weight 8, momentum 20, Nesterov 12, update 12, copy
@@ -39,7 +39,7 @@ class Muon(AdamW):
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups")
 
     groups: tuple[str, ...] = MUON_GROUPS
-    """Groups of matrices of the model that Muon updates; AdamW updates all other groups, and always embeddings, head,
+    """Groups of matrices of the model that Muon updates. AdamW updates all other groups, and always embeddings, head,
     norms, biases and gates. mtp: the input projection of multi-token prediction."""
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """Decay of Muon's Nesterov momentum."""
@@ -91,7 +91,7 @@ class Muon(AdamW):
             )
 
     def formula(self) -> Callable[..., "Tensor"]:
-        """Return the update of one weight; see the base class."""
+        """Return the update of one weight. See the base class."""
         from moefold.parts.optimizer.muon.oracle import update
 
         return partial(update, self, super().formula())

@@ -17,7 +17,7 @@ from moefold.comm.groups import Group
 from moefold.comm.sharded_tensor import local_slice
 
 BUCKET_ELEMENTS = 1 << 25
-"""Approximate number of elements of full matrices in memory per rank at a time; at least one matrix."""
+"""Approximate number of elements of full matrices in memory per rank at a time, at least one matrix."""
 
 
 @dataclass(frozen=True, order=True)
@@ -170,7 +170,7 @@ def _matrices(
 
 
 def _balance_owners(matrices: Sequence[_UnassignedMatrix], num_members: int) -> list[_Matrix]:
-    """Assign each matrix an owner, so that the work is balanced; the same result on every rank."""
+    """Assign each matrix an owner, so that the work is balanced, with the same result on every rank."""
 
     def cost(entry: _UnassignedMatrix) -> int:
         (_, (rows, columns), _) = entry

@@ -15,13 +15,13 @@ MIDPOINT_WEIGHT = 1 / 3
 
 
 def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tensor | None) -> Tensor:
-    """Choose the experts of each token, int64 [T, K]; without a gradient.
+    """Choose the experts of each token, int64 [T, K], without a gradient.
 
     Args:
         logits_TE: float32 or float64.
         top_k: K.
         jitter: half the relative distance to the best logit up to which an expert takes part.
-        noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: choose the best expert, or the lowest of
+        noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]. None: choose the best expert, or the lowest of
             several best experts.
     """
     logits_TE = logits_TE.detach()
@@ -51,7 +51,7 @@ def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Te
         logits_TE: float32 or float64.
         ids_TK: chosen experts, int64, in order.
         jitter: see `sample_experts`.
-        noise_TN: the numbers that sampled the choices; None in evaluation.
+        noise_TN: the numbers that sampled the choices, or None in evaluation.
     """
     is_chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
     step_TK = None

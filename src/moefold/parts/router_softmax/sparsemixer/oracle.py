@@ -1,4 +1,4 @@
-"""Oracle of the SparseMixer router (arXiv:2409.12136), choice by choice of each token; see docs/routing.md.
+"""Oracle of the SparseMixer router (arXiv:2409.12136), choice by choice of each token. See docs/routing.md.
 
 No code is shared with the trainer.
 """
@@ -30,7 +30,7 @@ def sparse_mixer(logits: Tensor, top_k: int, noise: Tensor | None, jitter: float
     Args:
         logits: float64.
         top_k: K.
-        noise: uniform numbers [B, S, K * (E + 1)] in [0, 1); None outside training.
+        noise: uniform numbers [B, S, K * (E + 1)] in [0, 1), or None outside training.
         jitter: half the relative distance to the best logit up to which an expert takes part.
     """
     batch, length, _ = logits.shape

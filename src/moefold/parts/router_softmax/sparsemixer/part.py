@@ -28,7 +28,7 @@ class SparseMixer(RouterSoftmaxPart):
     jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice."""
     samples: Annotated[bool, SAME_TENSORS] = True
-    """Sample the choices in training; false: take the best experts."""
+    """Sample the choices in training. False: take the best experts."""
 
     def select(self, inputs: ChoiceInputs, choice: ChoicePart) -> "Tensor":
         """Return the experts by the logits: sampled if there is noise, otherwise the best ones."""
