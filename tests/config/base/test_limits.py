@@ -17,7 +17,7 @@ from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.clock import processor_s
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 ABSURD = (
     "0",
     "-1",
