@@ -38,7 +38,7 @@ from moefold.integer_hash import hash_ints
 from moefold.message_text import Setting
 from moefold.progress import ReadProgress
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
