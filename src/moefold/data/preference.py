@@ -278,7 +278,7 @@ def _parse_answered(record: JsonlRecord, column: str) -> tuple[Messages, Message
 
 
 def _with_system(prompt: Messages, record: JsonlRecord) -> Messages:
-    return list(with_system(Conversation(tuple(prompt)), record.fields, record.location).messages)
+    return list(with_system(Conversation(tuple(map(dict, prompt))), record.fields, record.location).messages)
 
 
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:

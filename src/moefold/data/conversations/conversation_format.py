@@ -6,7 +6,7 @@ are listed by their numbers.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,7 +142,7 @@ def refuse_unread(fields: dict[str, Any], names: Sequence[str] = _UNREAD_FIELDS,
 
 
 def refuse_repeated_prompt(
-    prompt: Sequence[dict[str, Any]], completion: Sequence[dict[str, Any]], location: str
+    prompt: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]], location: str
 ) -> None:
     """Raise ConfigError if a completion begins with all messages of its prompt, which would be there twice."""
     if list(completion[: len(prompt)]) == list(prompt):
