@@ -91,6 +91,27 @@ def test_adapters_of_stacked_experts_are_read(folder, tmp_path, monkeypatch):
             assert torch.allclose(merged[name], base[name] + delta, rtol=1e-5, atol=1e-6), name
 
 
+def test_adapters_of_gate_and_up_alone_stay_stacked(folder, tmp_path, monkeypatch):
+    """PEFT (0.21) loses them if each expert has its own: it looks for them under the name of the inner module."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(STACKED, "gate_up")
+    outer = {name: values for name, values in _tensors(STACKED).items() if ".experts.base_layer." in name}
+    recorded = {name.replace(".base_layer", ""): values for name, values in outer.items()}
+    save_file(recorded, tmp_path / "gate_up" / "adapter_model.safetensors")
+    assert main(["import", "gate_up", "adapters", "--base", str(folder / "stacked")]) == 0
+    assert main(["export", "adapters", "again"]) == 0
+    again = _tensors(tmp_path / "again")
+    assert again.keys() == recorded.keys()
+    deltas = [
+        _delta(*(tensors[f"base_model.model.model.layers.1.mlp.experts.lora_{x}.weight"] for x in "AB"), 6)
+        for tensors in (recorded, again)
+    ]
+    assert torch.allclose(*deltas, rtol=1e-6, atol=1e-7)
+    config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["experts.gate_up_proj"]
+    assert config["rank_pattern"] == {"experts.gate_up_proj": 4}
+
+
 def test_plain_initial_weights_and_metadata_are_no_obstacle(folder, tmp_path, capsys):
     _spoil(folder, tmp_path / "peft", init_lora_weights="gaussian", unsloth_version="1", output_gain=2)
     words = ["import", str(tmp_path / "peft"), str(tmp_path / "out"), "--base", str(folder / "hf")]
@@ -333,6 +354,8 @@ def test_options_without_effect_or_match_are_refused(folder, monkeypatch, capsys
         *((name, "experts") for name in ("qwen3-5-moe", "granite-moe-shared", "llama4")),
         ("qwen2-moe", "experts.w_down"),
         ("qwen3-moe", "experts.w_gate"),
+        ("mixtral", "experts.w_down"),
+        ("deepseek-v3", 'experts.w_gate", "experts.w_up'),
     ],
 )
 def test_peft_computes_the_merged_model(tmp_path, monkeypatch, name, target):

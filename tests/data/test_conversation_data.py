@@ -52,6 +52,16 @@ def test_rows_of_alpaca_and_sharegpt(fields, turns):
     assert [(message["role"], message["content"]) for message in read(fields).messages] == turns
 
 
+def test_other_fields_of_a_turn_of_sharegpt_stay():
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    turn = {"from": "gpt", "value": "a", "reasoning_content": "r", "tool_calls": calls, "weight": 0, "id": None}
+    parsed = read({"conversations": [{"from": "human", "value": "q"}, turn]})
+    kept = {name: parsed.messages[1].get(name) for name in ("role", "content", "reasoning_content", "tool_calls")}
+    assert kept == {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": calls}
+    assert parsed.untrained == {1}
+    assert not parsed.messages[1].keys() & {"from", "value", "weight", "id"}
+
+
 def test_a_system_text_moves_the_untrained_messages():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
     assert read({"messages": turns, "system": "s", "tools": [1]}).untrained == {2}
@@ -87,9 +97,27 @@ def test_a_system_text_moves_the_untrained_messages():
         ({"conversations": [{"from": "gpt", "value": 3}]}, "turn 1: column 'value' holds a number"),
         ({"instruction": "a"}, "no column 'output'"),
         ({"instruction": "a", "input": ["b"], "output": "c"}, "column 'input' holds a list"),
+        # Parts of a conversation that the messages lack.
+        (
+            {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"]},
+            "has 'images', which is not read",
+        ),
+        ({"conversations": [{"from": "gpt", "value": "a"}], "image": "a.png"}, "has 'image', which is not read"),
+        ({"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}, "has 'functions', which is"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has 'history', which is not read"),
+        ({"instruction": "a", "output": "b", "context": "c"}, "has 'context', which is not read"),
+        ({"prompt": "a", "response": "b", "history": [["c", "d"]]}, "has 'history', which is not read"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "user", "content": "a"}]},
+            '"completion" begins with the messages of "prompt" again',
+        ),
     ],
 )
 def test_rows_that_are_not_conversations(fields: dict, words: str):
     with pytest.raises(ConfigError, match=words) as error:
         read(fields)
     assert "f.jsonl:7" in str(error.value)
+
+
+def test_an_empty_field_leaves_out_nothing():
+    assert read({"prompt": "a", "response": "b", "history": [], "images": [], "image": None}).messages

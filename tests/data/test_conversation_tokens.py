@@ -200,11 +200,13 @@ def test_tools_and_reasoning_that_a_template_does_not_write_are_noted(tmp_path: 
 
 
 def test_calls_that_a_template_does_not_write_are_refused(tmp_path: Path):
+    old = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(
-        ConfigError, match=r"rows.jsonl:1: message 2 calls tools, which the chat template of .* does not"
-    ):
-        open_rows(tmp_path, [{"messages": [U, calls]}], CHATML, None)
+    for field, message in (("function_call", old), ("tool_calls", calls)):
+        with pytest.raises(
+            ConfigError, match=f"rows.jsonl:1: message 2 has {field}, which the chat template of .* does"
+        ):
+            open_rows(tmp_path, [{"messages": [U, message]}], CHATML, None)
     name = "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
     writes = CHATML.replace("m.content", name)
     assert targets(open_rows(tmp_path, [{"messages": [U, calls]}], writes, None)) == "f<|im_end|>"

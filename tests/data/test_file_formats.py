@@ -1,12 +1,18 @@
 """Objects of JSON lines, gzip and parquet files come with their places; damaged files are named."""
 
+import bz2
 import gzip
+import lzma
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moefold.data.input_paths import is_jsonl
+from moefold.config.data import DataConfig
+from moefold.data.input_paths import COMPRESSION_SUFFIXES, is_jsonl
+from moefold.data.sft import conversation_files
 from moefold.data.sources.file_formats import column_text, jsonl_records
+from moefold.data.tokenize_job import ShardWriter, tokenize_files
 from moefold.errors import ConfigError
 
 
@@ -22,6 +28,26 @@ def test_objects_with_their_places(tmp_path: Path, name: str):
     assert [record.fields for record in records] == [{"text": "é"}, {"n": [1]}]
     assert [record.location for record in records] == [f"{path}:1", f"{path}:4"]
     assert is_jsonl(path)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
+def test_compressed_lines_in_a_folder_are_read_by_each_kind_of_data(tmp_path: Path, suffix: str):
+    pyarrow = pytest.importorskip("pyarrow")
+    packs = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    packs[".zst"] = partial(pyarrow.compress, codec="zstd", asbytes=True)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b'{"text": "a"}')
+    path = folder / f"b.jsonl{suffix}"
+    path.write_bytes(packs[suffix](b'{"text": "b"}\n{"text": "c"}'))
+    (folder / "c.txt").write_bytes(b"d")
+    assert [file.name for file in conversation_files(DataConfig(kind="sft", path=str(folder)))] == [
+        "a.jsonl",
+        path.name,
+    ]
+    writer = ShardWriter(tmp_path / "out", "bytes", "text")
+    done = tokenize_files([str(path)], writer, input_format="auto", shard_bytes=8, num_processes=1)
+    assert (done.num_documents, done.num_tokens) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,20 @@ PAIR = ([_user("p")], [_answer("a")], [_answer("b")])
             {"chosen": "The sky is blue.", "rejected": "The sky is green."},
             ([_user("The sky is")], [_answer(" blue.")], [_answer(" green.")]),
         ),
+        (
+            {"system": "s", "prompt": "p", "chosen": "a", "rejected": "b"},
+            ([{"role": "system", "content": "s"}, *PAIR[0]], *PAIR[1:]),
+        ),
+        (
+            {
+                "system": "s",
+                "chosen": [{"role": "system", "content": "s"}, _user("p"), _answer("a")],
+                "rejected": [{"role": "system", "content": "s"}, _user("p"), _answer("b")],
+            },
+            ([{"role": "system", "content": "s"}, *PAIR[0]], *PAIR[1:]),
+        ),
     ],
-    ids=["texts", "messages", "implicit messages", "prompt twice", "implicit texts"],
+    ids=["texts", "messages", "implicit messages", "prompt twice", "implicit texts", "system", "system twice"],
 )
 def test_formats_of_a_pair(fields, expected):
     assert parse_pair(_record(**fields)) == expected
@@ -61,6 +73,8 @@ def test_formats_of_a_labelled_completion():
     assert parse_labelled(_record(prompt="p", completion="a", label=True)) == expected
     assert parse_labelled(_record(prompt=[_user("p")], completion=[_answer("a")], label=True)) == expected
     assert parse_labelled(_record(prompt="p", chosen="a", rejected="b")) == [*expected, (PAIR[0], PAIR[2], False)]
+    ((prompt, _, _),) = parse_labelled(_record(system="s", prompt="p", completion="a", label=True))
+    assert prompt == [{"role": "system", "content": "s"}, _user("p")]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,19 @@ def test_formats_of_a_labelled_completion():
         ({"prompt": "", "chosen": "a", "rejected": "b"}, '"prompt" is empty'),
         ({"prompt": "p", "chosen": "a", "rejected": 3}, "column 'rejected' holds a number, not text"),
         ({"prompt": [{"content": "p"}], "chosen": "a", "rejected": "b"}, "message 1 has no role"),
+        (
+            {"prompt": [_user("p")], "chosen": [_answer("a")], "rejected": [_answer([{"type": "text", "text": "a"}])]},
+            '"chosen" and "rejected" are equal',
+        ),
+        (
+            {"prompt": "p", "chosen": [_user("q"), _answer("a")], "rejected": [_user("q"), _answer("b")]},
+            'begin with other messages than the text "prompt"',
+        ),
+        (
+            {"prompt": [_user("p")], "chosen": [_user("p"), _answer("a")], "rejected": [_user("p"), _answer("b")]},
+            '"chosen" begins with the messages of "prompt" again',
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["c"]}, "has 'images', which is not read"),
     ],
     ids=str,
 )
@@ -98,6 +125,7 @@ def test_a_column_given_twice_is_refused():
         ({"prompt": "p", "completion": "a"}, "no column 'label'"),
         ({"prompt": "p", "completion": "a", "label": 1}, '"label" is 1, and must be true (desirable) or false'),
         ({"completion": "a", "label": True}, "no column 'prompt'"),
+        ({"prompt": "p", "completion": "a", "label": True, "image": "b"}, "has 'image', which is not read"),
     ],
     ids=str,
 )
@@ -164,6 +192,18 @@ def test_turns_of_the_assistant_in_the_prompt_are_no_targets(files: Path):
     prompt = [_user("a"), _answer("b"), _user("c")]
     sample = _open(files, [{"prompt": prompt, "chosen": "d", "rejected": "e"}]).train.annotated_sample(0)
     assert _texts(sample, 0) == ("u:a;a:b;u:c;a:d;", "d;")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_tools_as_a_text_are_the_tools_of_the_list(files: Path, method: str):
+    (files / "template.jinja").write_text("{{ tools | length }}{{ tools[0].name }}" + TEMPLATE)
+    texts = []
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        rows = [{"prompt": p, "chosen": "a", "rejected": "b", "tools": tools} for p in "pq"]
+        sample = _open(files, rows, 80, method).train.annotated_sample(0)
+        texts.append([_texts(sample, number)[0] for number in range(2)])
+    assert texts[0] == texts[1]
+    assert all(text.startswith("1fu:") for text in texts[0])
 
 
 def test_kto_adds_the_completion_of_the_next_other_prompt(files: Path):

@@ -159,8 +159,8 @@ def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(Problem("data.path", None, rule, "give read access")) from error
 
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+JSONL_SUFFIXES = tuple(suffix + end for suffix in (".jsonl", ".ndjson") for end in ("", *COMPRESSION_SUFFIXES))
 TOKEN_SUFFIXES = (".bin", ".npy")
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"

@@ -21,7 +21,14 @@ from moefold.data.conversations.conversation_cache import (
     ConversationToRender,
     TokenizedConversations,
 )
-from moefold.data.conversations.conversation_format import parse_messages
+from moefold.data.conversations.conversation_format import (
+    Conversation,
+    parse_messages,
+    parse_tools,
+    refuse_repeated_prompt,
+    refuse_unread,
+    with_system,
+)
 from moefold.data.held_out import hold_out
 from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
 from moefold.data.scored_conversations import prompt_hash
@@ -229,7 +236,7 @@ def _to_render(
 ) -> ConversationToRender:
     return ConversationToRender(
         [*prompt, *completion],
-        record.fields.get("tools"),
+        parse_tools(record),
         record.location,
         size_bytes,
         untrained=frozenset(range(len(prompt))),
@@ -250,12 +257,27 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     are_messages = isinstance(fields["chosen"], list)
     if are_messages != isinstance(fields["rejected"], list):
         raise ConfigError(f'{place}: one of "chosen" and "rejected" is a text, and the other a list; make them alike')
-    if fields["chosen"] == fields["rejected"]:
-        raise ConfigError(f'{place}: "chosen" and "rejected" are equal, so that neither is preferred; remove the line')
+    refuse_unread(fields, location=place)
     if "prompt" not in fields or (are_messages and isinstance(fields["prompt"], str)):
-        return _split_common_prompt(record)
+        prompt, chosen, rejected = _split_common_prompt(record)
+    else:
+        prompt, chosen = _parse_answered(record, "chosen")
+        _, rejected = _parse_answered(record, "rejected")
+    if chosen == rejected:
+        raise ConfigError(f'{place}: "chosen" and "rejected" are equal, so that neither is preferred; remove the line')
+    return _with_system(prompt, record), chosen, rejected
+
+
+def _parse_answered(record: JsonlRecord, column: str) -> tuple[Messages, Messages]:
+    """Return the prompt of a row, and the completion of a column."""
     prompt = _as_messages(record, "prompt", "user")
-    return prompt, _as_messages(record, "chosen", "assistant"), _as_messages(record, "rejected", "assistant")
+    completion = _as_messages(record, column, "assistant")
+    refuse_repeated_prompt(prompt, completion, f'{record.location}: "{column}"')
+    return prompt, completion
+
+
+def _with_system(prompt: Messages, record: JsonlRecord) -> Messages:
+    return list(with_system(Conversation(tuple(map(dict, prompt))), record.fields, record.location).messages)
 
 
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
@@ -276,10 +298,22 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
         raise ConfigError(
             f'{record.location}: "chosen" and "rejected" share no prompt; begin both with it, or give it as "prompt"'
         )
+    _check_question(prompt, record)
     for name, end in zip(("chosen", "rejected"), ends, strict=True):
         if not end:
             raise ConfigError(f'{record.location}: "{name}" has no completion after the prompt; fix or remove the line')
     return prompt, ends[0], ends[1]
+
+
+def _check_question(prompt: Messages, record: JsonlRecord) -> None:
+    """Raise ConfigError if a row has a text "prompt" that is in none of the messages that its answers begin with."""
+    question = record.fields.get("prompt")
+    texts = [message["content"] for message in prompt if message["role"] == "user" and message["content"]]
+    if isinstance(question, str) and not any(question.strip() in text or text in question for text in map(str, texts)):
+        raise ConfigError(
+            f'{record.location}: "chosen" and "rejected" begin with other messages than the text "prompt", which would '
+            "be missing; give the prompt as a list of messages, or remove it"
+        )
 
 
 def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]:
@@ -297,7 +331,9 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
     label = fields["label"]
     if not isinstance(label, bool):
         raise ConfigError(f'{record.location}: "label" is {label!r}, and must be true (desirable) or false; fix it')
-    return [(_as_messages(record, "prompt", "user"), _as_messages(record, "completion", "assistant"), label)]
+    refuse_unread(fields, location=record.location)
+    prompt, completion = _parse_answered(record, "completion")
+    return [(_with_system(prompt, record), completion, label)]
 
 
 def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, check_regular_file, open_regular
 from moefold.data.conversations.conversation_tokens import SkippedRows
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
+from moefold.data.input_paths import COMPRESSION_SUFFIXES, check_no_duplicates, existing_path, files_below, is_jsonl
 from moefold.data.sources.file_formats import (
     JsonlRecord,
     column_text,
@@ -176,14 +176,14 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
 
 def _has_one_slice(path: Path) -> bool:
     """Return whether a JSON file cannot be read from the middle, because it is compressed or one JSON array."""
-    return path.suffix == ".gz" or is_json_array(path)
+    return path.suffix in COMPRESSION_SUFFIXES or is_json_array(path)
 
 
 def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[tuple[str, int]]:
     path = input_slice.path
     if _has_one_slice(path):
         # Progress counts compressed bytes, which cannot be attributed to lines.
-        is_compressed = path.suffix == ".gz"
+        is_compressed = path.suffix in COMPRESSION_SUFFIXES
         for record in jsonl_records(path, skipped.refuse):
             try:
                 yield column.text(record), 0 if is_compressed else record.size_bytes

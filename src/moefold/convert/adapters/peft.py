@@ -148,11 +148,11 @@ def _parameters_to_stack(
     """Return the parameters with stacked adapters, by their module. Empty: adapters of experts are not stacked.
 
     Transformers stacks experts. When PEFT loads adapters of single experts, the form of released adapters, it stacks
-    them. It does so only for some families, and only if gate and up projections both have adapters or both have none.
+    them. It does so only for some families, and loses adapters of gate and up projections alone (PEFT 0.21).
     """
-    matrices = {name.rpartition(".")[2] for name, weight in weights.items() if weight.is_expert}
-    has_halves = len(matrices & {"w_gate", "w_up"}) != 1
-    if not matrices or (has_halves and family.name in declared_keys().stacked_by_peft):
+    matrices = {leaf(name) for name, weight in weights.items() if weight.is_expert}
+    is_whole = matrices == {"w_gate", "w_up", "w_down"}
+    if not matrices or (is_whole and family.name in declared_keys().stacked_by_peft):
         return {}
     stacked = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
     if not stacked:

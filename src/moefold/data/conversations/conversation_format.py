@@ -6,7 +6,7 @@ are listed by their numbers.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 """Test for null content in a template."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
+_UNREAD_FIELDS = ("image", "images", "video", "videos", "audio", "audios", "functions")
+"""Fields of a row that the text of the messages refers to, and that no template gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,14 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
             line.
     """
     fields = record.fields
-    place = record.location
-    conversation = replace(_parse_turns(fields, place), tools=_parse_tools(fields.get("tools"), place))
-    return _with_system(conversation, fields, place) if fields.get("system") else conversation
+    conversation = replace(_parse_turns(fields, record.location), tools=parse_tools(record))
+    return with_system(conversation, fields, record.location)
 
 
-def _with_system(conversation: Conversation, fields: dict[str, Any], location: str) -> Conversation:
-    """Put the text "system" of a record before its messages, unless they begin with the same."""
+def with_system(conversation: Conversation, fields: dict[str, Any], location: str) -> Conversation:
+    """Put the text "system" of a record before its messages, unless it has none or they begin with the same."""
+    if not fields.get("system"):
+        return conversation
     text = column_text(fields, "system", location)
     first = conversation.messages[0]
     if first["role"] in ("system", "developer"):
@@ -84,11 +87,14 @@ def _with_system(conversation: Conversation, fields: dict[str, Any], location: s
 
 def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
     """Return the conversation of a record without "system" and "tools"."""
+    refuse_unread(fields, _UNREAD_FIELDS, place)
     if "messages" in fields:
         return parse_messages(fields["messages"], place)
     if "conversations" in fields:
         return _parse_sharegpt(fields, place)
+    refuse_unread(fields, ("history",), place)
     if "instruction" in fields and "prompt" not in fields:
+        refuse_unread(fields, ("context",), place)
         return Conversation(_parse_alpaca(fields, place))
     if "prompt" not in fields:
         guess = closest_match("messages", fields) or closest_match("prompt", fields)
@@ -117,6 +123,7 @@ def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Con
             )
         lists.append(parse_messages(fields[name], f'{location}: "{name}"'))
     prompt, completion = lists
+    refuse_repeated_prompt(prompt.messages, completion.messages, f'{location}: "{answer}"')
     size = len(prompt.messages)
     prompts = {i for i, message in enumerate(prompt.messages) if message["role"] == "assistant"}
     return Conversation(
@@ -125,8 +132,27 @@ def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Con
     )
 
 
-def _parse_tools(tools: Any, location: str) -> Any:
-    """Return the list of tools, which may be written as a JSON text, or None for none."""
+def refuse_unread(fields: dict[str, Any], names: Sequence[str] = _UNREAD_FIELDS, location: str = "") -> None:
+    """Raise ConfigError if a record has one of these fields, whose content would be missing in its conversation."""
+    if name := next((name for name in names if fields.get(name)), ""):
+        raise ConfigError(
+            f"{location} has {name!r}, which is not read, so that a part of the conversation would be missing; "
+            "write it into the messages or tools, or remove it"
+        )
+
+
+def refuse_repeated_prompt(
+    prompt: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]], location: str
+) -> None:
+    """Raise ConfigError if a completion begins with all messages of its prompt, which would be there twice."""
+    if list(completion[: len(prompt)]) == list(prompt):
+        raise ConfigError(f'{location} begins with the messages of "prompt" again; remove them from one of the two')
+
+
+def parse_tools(record: JsonlRecord) -> Any:
+    """Return the list of tools of a record, which may be written as a JSON text, or None for none."""
+    tools = record.fields.get("tools")
+    location = record.location
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -156,8 +182,8 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
                 f'{location}: turn {number} has "from": {speaker!r}; it must be one of {", ".join(SHAREGPT_ROLES)}'
             )
         text = column_text(turn, "value", f"{location}: turn {number}")
-        weights = {name: turn[name] for name in _WEIGHT_FIELDS if name in turn}
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text, **weights})
+        others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+        messages.append({**others, "role": SHAREGPT_ROLES[speaker], "content": text})
     return parse_messages(messages, location)
 
 

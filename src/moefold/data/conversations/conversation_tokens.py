@@ -167,12 +167,13 @@ def _checked(
     template.check_roles(req)
     if isinstance(chat, ConfigError):
         raise chat
-    calls = [number for number, message in enumerate(req.messages, 1) if message.get("tool_calls")]
-    if calls and "tool_call" not in template.source_for(req.tools):
-        raise ConfigError(
-            f"{req.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
-            f"write; set a template that does ({Setting('data.chat_template')}), or remove the row"
-        )
+    for field, word in (("tool_calls", "tool_call"), ("function_call", "function_call")):
+        calls = [number for number, message in enumerate(req.messages, 1) if message.get(field)]
+        if calls and word not in template.source_for(req.tools):
+            raise ConfigError(
+                f"{req.location}: message {calls[0]} has {field}, which the chat template of {template.location} does "
+                f"not write; set a template that does ({Setting('data.chat_template')}), or remove the row"
+            )
     # The text may also contain other fields than the content, such as names and tool calls.
     refuse_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
