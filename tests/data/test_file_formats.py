@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.data import DataConfig
+from moefold.config.sections.data import DataConfig
 from moefold.data.input_paths import COMPRESSION_SUFFIXES, is_jsonl
 from moefold.data.sft import conversation_files
 from moefold.data.sources.file_formats import column_text, jsonl_records
