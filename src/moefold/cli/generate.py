@@ -10,7 +10,6 @@ from moefold.cli.inference_options import add_generation_options, add_inference_
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.notices import report_notices
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
 the newest complete one is taken, RUN_DIR/best, the one with the lowest held-out loss, or a Hugging Face folder.
@@ -51,7 +50,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         overrides=tuple(word for word in arguments.words if is_override(word)),
         options=read_options(GenerateOptions, arguments),
     )
-    job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
+    job = prepare_generation(request, rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import generate_worker
     from moefold.launch.ranks import run_ranks

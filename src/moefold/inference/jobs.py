@@ -22,6 +22,7 @@ from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.pages import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.notices import report_notices
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
     OPTION_NAMES,
@@ -153,9 +154,7 @@ Notify = Callable[[str], None]
 """Receives a notice for the user."""
 
 
-def prepare_evaluation(
-    request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
-) -> EvalJob:
+def prepare_evaluation(request: EvalRequest, rank_env: RankEnv | None, notify: Notify) -> EvalJob:
     """Check an evaluation before any rank starts. A default sequence length is notified.
 
     Raises:
@@ -168,7 +167,7 @@ def prepare_evaluation(
     if options.batch_size < 1:
         raise ConfigError(Problem("--batch-size", options.batch_size, "must be at least 1"))
     source = find_source(request.model, options.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
     inference = InferenceRequest.of(options, request.overrides, seq_len=seq_len, batch_size=options.batch_size)
     cfg = launched_config(source, inference, "evaluate", rank_env)
@@ -196,9 +195,7 @@ def prepare_evaluation(
     )
 
 
-def prepare_generation(
-    request: GenerationRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
-) -> GenerateJob:
+def prepare_generation(request: GenerationRequest, rank_env: RankEnv | None) -> GenerateJob:
     """Check a generation before any rank starts.
 
     Raises:
@@ -209,7 +206,7 @@ def prepare_generation(
         raise ConfigError(Problem("--max-tokens", request.max_tokens, "must be at least 1"))
     request.sampling.check()
     source = find_source(request.model, options.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     # Report a wrong mapping before reading the prompt.
     inference = InferenceRequest.of(options, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
