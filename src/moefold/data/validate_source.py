@@ -8,6 +8,7 @@ from moefold.data.dataset import DataRequest, check_enough_tokens, check_no_data
 from moefold.data.held_out import split_samples
 from moefold.data.input_paths import data_paths, files_below, is_jsonl
 from moefold.data.skip_corrupt import skipped_files
+from moefold.data.source_listing import conversation_files
 from moefold.data.sources.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenize_record import compare_tokenizers
@@ -43,7 +44,6 @@ def check_data(request: DataRequest) -> None:
         return
     if data.reads_rows:
         from moefold.data.conversations.chat import load_chat_template
-        from moefold.data.source_listing import conversation_files
 
         conversation_files(data)
         load_chat_template(data, tokenizer)
