@@ -46,7 +46,7 @@ from moefold.inference.text import (
     read_text,
     stop_token_ids,
 )
-from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
+from moefold.inference.token_dataset import TokenDataset, check_dataset
 from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.message_text import Problem, Setting, spelled_as
@@ -128,6 +128,10 @@ class EvalJob:
     keeps_tail: bool
     logits: Path | None
 
+    def dataset(self) -> TokenDataset:
+        """Return the sequences to evaluate."""
+        return TokenDataset.open(self.ids, self.seq_len, self.keeps_tail)
+
 
 @dataclass(frozen=True)
 class GenerateJob:
@@ -173,8 +177,7 @@ def prepare_evaluation(request: EvalRequest, rank_env: RankEnv | None, notify: N
     cfg = launched_config(source, inference, "evaluate", rank_env)
     _check_logits(request)
     tokens, name = _token_ids(request, source)
-    ids = open_ids(tokens) if isinstance(tokens, Path) else tokens
-    dataset = TokenDataset(ids, seq_len, options.keep_tail)
+    dataset = TokenDataset.open(tokens, seq_len, options.keep_tail)
     check_dataset(dataset, source.model.vocab_size, name)
     _check_disk_space(request.logits, dataset, source.model.vocab_size)
     if cfg.moe.eval_capacity_factor <= 0:
