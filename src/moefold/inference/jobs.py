@@ -6,7 +6,6 @@ Messages name the options of `moefold eval` and `moefold generate`.
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +47,7 @@ from moefold.inference.text import (
 )
 from moefold.inference.token_dataset import TokenDataset, check_dataset
 from moefold.launch.accelerator import DEVICE_NAMES
-from moefold.launch.memory_check import check_inference, choose_checked_device
+from moefold.launch.memory_check import check_inference, choose_device_type
 from moefold.message_text import Problem, Setting, spelled_as
 from moefold.ops.kernel_support import check_kernel_device
 from moefold.validate.rl import check_fetching_ranks
@@ -296,8 +295,8 @@ def choose_inference_device(
     Raises:
         ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is truncated.
     """
-    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
-    device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    device_type = choose_device_type(cfg.run.device, cfg.parallel.world_size, rank_env)
+    check_inference(cfg, device_type, rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     check_kernel_device(cfg.run, device_type)
     ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
     check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)
