@@ -25,6 +25,8 @@ from moefold.config.schema import Config
 from moefold.inference.rollouts import RolloutCollector
 from moefold.launch.ranks import spawn_ranks
 from moefold.recipe import load_config
+from moefold.train.run_folder import RunFolder
+from moefold.train.start import RunSetup
 from moefold.train.train_step import TrainingStep
 from moefold.train.worker import train_worker
 
@@ -72,7 +74,8 @@ def recipe(folder: str, steps: int, staleness: int, ranks: int) -> Config:
 def step_seconds(cfg: Config) -> float:
     """Run a recipe and return the mean time of a step."""
     with redirect_stdout(StringIO()):
-        status = spawn_ranks(partial(train_worker, cfg, ()), cfg.num_job_ranks, "cpu")
+        setup = RunSetup(cfg, (), RunFolder(cfg), None, None)
+        status = spawn_ranks(partial(train_worker, setup), cfg.num_job_ranks, "cpu")
     assert status == 0
     lines = (Path(cfg.run.dir) / "metrics.jsonl").read_text().splitlines()
     return mean(json.loads(line)["step_time_s"] for line in lines[FIRST_STEPS:])

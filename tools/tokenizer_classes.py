@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from moefold.data.hf_tokenizer.tokenizer_folder import PLAIN_CLASSES, form_key
+from moefold.data.hf_tokenizer.class_table import PLAIN_CLASSES, form_key
 
 REBUILDING_CLASSES = (
     "CohereTokenizer",

@@ -225,7 +225,6 @@ def evaluate(
         RunError: a started rank has failed. Its message is on stderr.
     """
     from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
-    from moefold.inference.notices import report_notices
 
     if (tokens is None) == (text is None):
         raise ConfigError("evaluate needs either tokens or text")
@@ -240,7 +239,7 @@ def evaluate(
     rank_env = read_rank_env()
     with spelled_as(_arguments_of(evaluate, EvalOptions)):
         import_files(part)
-        job = prepare_evaluation(request, rank_env, partial(report_notices, rank_env=rank_env), lambda notice: None)
+        job = prepare_evaluation(request, rank_env, lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
         from moefold.launch.rank_results import collect_from_ranks
@@ -278,7 +277,6 @@ def generate(
         RunError: a started rank has failed. Its message is on stderr.
     """
     from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
-    from moefold.inference.notices import report_notices
     from moefold.inference.sampling import SamplingParams
 
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
@@ -295,7 +293,7 @@ def generate(
     rank_env = read_rank_env()
     with spelled_as(_arguments_of(generate, GenerateOptions, SamplingParams)):
         import_files(part)
-        job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
+        job = prepare_generation(request, rank_env)
 
         from moefold.inference.worker import generate_on_rank
         from moefold.launch.rank_results import collect_from_ranks

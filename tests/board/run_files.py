@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moefold.config.schema import Config, write_config_json
-from moefold.metrics.expert_balance import ExpertCountsWriter
+from moefold.metrics.expert_counts import ExpertCountsWriter
 from moefold.metrics.step_metrics import rank_time_metrics
 from moefold.metrics.writer import MetricsWriter, log_fault
 from tests.metrics.example import LAYER, MEMORY, STEP

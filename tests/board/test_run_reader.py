@@ -18,7 +18,7 @@ from moefold.board.run_list import RunList, unused_style
 from moefold.board.run_reader import RunReader
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
-from moefold.metrics.expert_balance import ExpertCountsWriter
+from moefold.metrics.expert_counts import ExpertCountsWriter
 from moefold.metrics.writer import MetricsWriter, to_record
 from tests.board.run_files import HOSTILE, step_metrics, write_faults, write_rollouts, write_run
 

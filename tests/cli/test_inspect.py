@@ -12,7 +12,8 @@ from moefold.cli.inspect import print_balance
 from moefold.cli.inspect_picture import save_picture
 from moefold.cli.main import main
 from moefold.metrics.definitions import MISREAD, definitions_text
-from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
+from moefold.metrics.expert_balance import read_balance
+from moefold.metrics.expert_counts import ExpertCountsWriter
 from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
 from tests.slow import slow

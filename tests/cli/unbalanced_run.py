@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from moefold.metrics.expert_balance import ExpertCountsWriter
+from moefold.metrics.expert_counts import ExpertCountsWriter
 
 
 def write_unbalanced_run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):

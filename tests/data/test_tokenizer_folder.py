@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moefold.data.hf_tokenizer.tokenizer_folder import ClassTable, JsonTokenizer, read_tokenizer_folder
+from moefold.data.hf_tokenizer.class_table import ClassTable
+from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer, read_tokenizer_folder
 from moefold.errors import ConfigError
 from tests.slow import slow
 from tools.tokenizer_classes import make_table

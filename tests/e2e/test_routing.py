@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moefold.data.routing_trace import RoutingTrace
-from moefold.metrics.expert_balance import read_expert_counts
+from moefold.metrics.expert_counts import read_expert_counts
 from tests.e2e.command import SMALL, losses, moefold, train
 
 pytestmark = pytest.mark.e2e

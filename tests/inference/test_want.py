@@ -74,7 +74,7 @@ def generated_prompt(want: str, chat: bool = True) -> str:
         sampling=SamplingParams(),
         options=GenerateOptions(chat=chat, want=want),
     )
-    job = prepare_generation(request, None, lambda skipped: None)
+    job = prepare_generation(request, None)
     return load_tokenizer(find_source("run").data, vocab_size=256).decode(job.requests[0].prompt)
 
 
@@ -92,7 +92,7 @@ def test_texts_without_a_chat_template_stay_as_they_are():
 
 
 def test_the_last_message_of_a_chat_asks_for_it():
-    job = prepare_server("run", [], ServeOptions(want="0.5"), None, lambda skipped: None)
+    job = prepare_server("run", [], ServeOptions(want="0.5"), None)
     template = open_chat_template(job.source, "", "")
     messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     assert template.render_prompt(messages, "", add_generation_prompt=True) == "ab\0c [0.5]"
@@ -126,7 +126,7 @@ def rollout_prompts(tmp_path: Path, **options: Any) -> list[Any]:
         cache_gib=0.0,
         **options,
     )
-    job = prepare_rollouts(request, None, lambda skipped: None)
+    job = prepare_rollouts(request, None)
     prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
     return [prompts.prompt(i) for i in range(job.num_prompts)]
 
@@ -168,6 +168,6 @@ def test_damaged_metadata_is_one_line(changed, message):
 
 def test_a_model_of_another_method_refuses_the_option(mixtral):
     with pytest.raises(ConfigError, match="--want 1 has no effect: MODEL was not trained with"):
-        prepare_server(str(mixtral), [], ServeOptions(want="1"), None, lambda skipped: None)
+        prepare_server(str(mixtral), [], ServeOptions(want="1"), None)
     with pytest.raises(ConfigError, match="--want high must be a finite number"):
-        prepare_server("run", [], ServeOptions(want="high"), None, lambda skipped: None)
+        prepare_server("run", [], ServeOptions(want="high"), None)

@@ -7,7 +7,8 @@ import pytest
 
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
-from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance, split_into_bins
+from moefold.metrics.expert_balance import read_balance, split_into_bins
+from moefold.metrics.expert_counts import ExpertCountsWriter
 
 E = 4
 LAYERS = (1, 3)

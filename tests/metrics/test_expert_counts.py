@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, read_expert_counts, truncate_expert_counts
+from moefold.metrics.expert_counts import COUNTS_FILE, ExpertCountsWriter, read_expert_counts, truncate_expert_counts
 
 LAYERS, E = (0, 2, 5), 4
 

@@ -13,7 +13,7 @@ from moefold.config.sections.rl import RLConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
-from moefold.rl.rollout import Rollout, RolloutGroup, pack_step, split_steps
+from moefold.rl.rollout import Rollout, RolloutGroup, StepPacking, split_steps
 from moefold.rl.rollout_table import (
     FINISH_REASONS,
     TABLE_KEY,
@@ -166,8 +166,9 @@ def test_data_parallel_ranks_have_all_rows_of_a_step_between_them():
     alone = Config(rl=RLConfig(group_size=GROUP_SIZE), train=train)
     two = replace(alone, parallel=ParallelConfig(world_size=2))
     for groups in split_steps(one.groups, 2):
-        expected = pack_step(groups, alone.parallel, alone.train, alone.rl, alone.rollout, 0, 0)
-        parts = [pack_step(groups, two.parallel, two.train, two.rl, two.rollout, 0, rank) for rank in range(2)]
+        expected = StepPacking(alone.parallel, alone.train, alone.rl, alone.rollout, 0).rows(groups, 0)
+        packing = StepPacking(two.parallel, two.train, two.rl, two.rollout, 0)
+        parts = [packing.rows(groups, rank) for rank in range(2)]
         assert [part.first for part in parts] == [0, parts[0].num_micro_batches]
         columns = [part.samples.token_columns for part in (expected, *parts)]
         for name, values in columns[0].items():

@@ -10,7 +10,7 @@ from moefold.bounded_read import open_regular
 from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.data.routing_trace import MANIFEST, RoutingTrace, TracedStep, TraceShape, step_file
 from moefold.errors import ConfigError, RunError
-from moefold.metrics.expert_balance import COUNTS_FILE, Array, CountsHeader, read_counts_header
+from moefold.metrics.expert_counts import COUNTS_FILE, Array, CountsHeader, read_counts_header
 from moefold.units import MIB
 
 

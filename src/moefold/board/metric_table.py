@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moefold.metrics.definitions import COUNTS, STEP
-from moefold.metrics.expert_balance import Array
+from moefold.metrics.expert_counts import Array
 from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinite_of
 
 WEIGHTS = ("0.6", "0.9", "0.97", "0.99", "0.999")

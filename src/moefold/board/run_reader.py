@@ -27,7 +27,8 @@ from moefold.config.upgrade import flat_settings, upgraded
 from moefold.host.folder_lock import is_in_use
 from moefold.message_text import format_list
 from moefold.metrics.definitions import charts_of
-from moefold.metrics.expert_balance import Array, shares_of
+from moefold.metrics.expert_balance import shares_of
+from moefold.metrics.expert_counts import Array
 from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
 from moefold.topology.layout import DEGREES

@@ -17,7 +17,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import part_keys, tables
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
-from moefold.data.fingerprint import LOCATION_KEYS, comparable, current_names, data_files, unmatched_locations
+from moefold.data.fingerprint import LOCATION_KEYS, DataFiles
 from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped_files
 from moefold.message_text import format_list
 
@@ -62,11 +62,11 @@ def data_order_change(
     if fingerprints is None:
         return ""
     locations = {key: recorded[key] for key in LOCATION_KEYS}
-    old = data_files(recorded, meta.data_files)
-    new = data_files(current, fingerprints)
-    if unmatched := unmatched_locations(old, new, recorded, current):
+    old = DataFiles.of(recorded, meta.data_files)
+    new = DataFiles.of(current, fingerprints)
+    if unmatched := old.unmatched_locations(new, recorded, current):
         return _differences({key: recorded[key] for key in unmatched}, current)
-    fingerprints = comparable(old, new, fingerprints)
+    fingerprints = old.comparable(new)
     meta = with_recipe_file_names(meta, order, fingerprints)
     dropped, more = _classify_differences(meta, fingerprints)
     if recorded["path"] != current["path"]:
@@ -83,8 +83,7 @@ def data_order_change(
 
 def with_recipe_file_names(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
     """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
-    old = data_files(_recorded_order(meta), meta.data_files)
-    names = current_names(old, meta.data_files, data_files(order, fingerprints), fingerprints)
+    names = DataFiles.of(_recorded_order(meta), meta.data_files).current_names(DataFiles.of(order, fingerprints))
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
         for field in ("data_files", "data_tokens", "data_lost")

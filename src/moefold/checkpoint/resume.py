@@ -136,9 +136,9 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
 
             if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
                 raise ConfigError(f"checkpoint {str(path)!r} {reason}")
-        order = sample_order(cfg)
-        if wish == "auto" or _can_skip_corrupt(meta, cfg.data, order, fingerprints):
-            _check_same_data(path, meta, cfg.data, order, fingerprints)
+        samples = _DataComparison(meta, cfg.data, sample_order(cfg), fingerprints)
+        if wish == "auto" or samples.can_skip_corrupt:
+            samples.check(path)
         _check_whole_rounds(path, meta, cfg.rl)
     if wish != "auto" and cfg.checkpoint.saves:
         step = meta.step if meta else 0
@@ -162,32 +162,40 @@ def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
         )
 
 
-def _check_same_data(
-    path: Path, meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
-) -> None:
-    if change := data_order_change(meta, order, fingerprints, drops_files=data.drops_files):
-        way_out = (
-            "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the data "
-            f"from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
-            if _can_skip_corrupt(meta, data, order, fingerprints)
-            else f"{_remedy(meta, data, order)}, set checkpoint.resume={str(path)!r} to continue with the new data "
-            "from its start, or set another run.dir"
-        )
-        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {change}; {way_out}")
+@dataclass(frozen=True)
+class _DataComparison:
+    """Comparison of the samples of a checkpoint's run with the samples of a recipe."""
 
+    meta: CheckpointMeta
+    data: DataConfig
+    order: SampleOrder
+    fingerprints: Mapping[str, str] | None
+    """Current fingerprints of the data files; None: compare only the settings."""
 
-def _remedy(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
-    """Return advice on how to restore the run's own samples."""
-    if data_order_change(meta, order):
-        return "give the recipe its settings"
-    rule = "" if data.kind == "tokens" else f" (with data.kind={data.kind!r} none can be left out later)"
-    return f"restore the files as they were{rule}"
+    def check(self, path: Path) -> None:
+        """Raise ConfigError if the samples differ."""
+        if change := self._change(drops_files=self.data.drops_files):
+            way_out = (
+                "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the "
+                f"data from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
+                if self.can_skip_corrupt
+                else f"{self._remedy()}, set checkpoint.resume={str(path)!r} to continue with the new data "
+                "from its start, or set another run.dir"
+            )
+            raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {change}; {way_out}")
 
+    @property
+    def can_skip_corrupt(self) -> bool:
+        """Return whether data.corrupt="skip" would remove all differences of the data."""
+        return self.data.corrupt != "skip" and bool(self._change()) and not self._change(drops_files=True)
 
-def _can_skip_corrupt(
-    meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
-) -> bool:
-    """Return whether data.corrupt="skip" would remove all differences of the data."""
-    if data.corrupt == "skip" or not data_order_change(meta, order, fingerprints):
-        return False
-    return not data_order_change(meta, order, fingerprints, drops_files=True)
+    def _change(self, *, drops_files: bool = False) -> str:
+        return data_order_change(self.meta, self.order, self.fingerprints, drops_files=drops_files)
+
+    def _remedy(self) -> str:
+        """Return advice on how to restore the run's own samples."""
+        if data_order_change(self.meta, self.order):
+            return "give the recipe its settings"
+        kind = self.data.kind
+        rule = "" if kind == "tokens" else f" (with data.kind={kind!r} none can be left out later)"
+        return f"restore the files as they were{rule}"

@@ -205,7 +205,7 @@ def load_checkpoint(
     optimized = parameters if optimized is None else optimized
     with translate_read_errors(path):
         _check_has_moments(path, read_metadata(path), named_moments(optimizer, optimized) if optimized else None)
-    _load_state(path, checkpoint_state(parameters, buffers, optimizer, optimized))
+    load_entries(path, checkpoint_state(parameters, buffers, optimizer, optimized))
     return meta
 
 
@@ -217,25 +217,21 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     """
     read_meta(path)
     check_integrity(path, current_world())
-    _load_state(path, _model_state(parameters, buffers))
+    load_entries(path, _model_state(parameters, buffers))
 
 
 def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
-    """Load other entries of a checkpoint into this rank's shards. Collective over all ranks.
+    """Load entries of a checkpoint into this rank's shards. Collective over all ranks.
 
     Raises:
         ConfigError: the checkpoint lacks an entry. Raised on every rank.
     """
-    _load_state(path, entries)
-
-
-def _load_state(path: Path, state: dict[str, Tensor]) -> None:
     with translate_read_errors(path):
         metadata = read_metadata(path)
         stored = metadata.state_dict_metadata
-        state = {n: t for n, t in state.items() if n in stored or not n.endswith(OPTIONAL_BUFFER_SUFFIX)}
-        _check_complete(path, metadata, state)
-        dcp.load(state, storage_reader=SafeReader(path), planner=ShardLoadPlanner())
+        entries = {n: t for n, t in entries.items() if n in stored or not n.endswith(OPTIONAL_BUFFER_SUFFIX)}
+        _check_complete(path, metadata, entries)
+        dcp.load(entries, storage_reader=SafeReader(path), planner=ShardLoadPlanner())
 
 
 def checkpoint_state(

@@ -8,7 +8,6 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_inference_options, read_options
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.notices import report_notices
 from moefold.terminal import print_escaped
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
@@ -40,10 +39,7 @@ def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     request = read_options(EvalRequest, arguments, options=read_options(EvalOptions, arguments))
     is_first_rank = rank_env is None or rank_env.rank == 0
     job = prepare_evaluation(
-        request,
-        rank_env,
-        partial(report_notices, rank_env=rank_env),
-        lambda notice: print_escaped(notice, file=sys.stderr) if is_first_rank else None,
+        request, rank_env, lambda notice: print_escaped(notice, file=sys.stderr) if is_first_rank else None
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import eval_worker

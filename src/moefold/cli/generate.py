@@ -9,7 +9,6 @@ from moefold.cli.command_parser import CommandParser, add_part_option, report_on
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.notices import report_notices
 from moefold.message_text import closest_match
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
@@ -51,7 +50,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         overrides=tuple(word for word in arguments.words if is_override(word)),
         options=read_options(GenerateOptions, arguments),
     )
-    job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
+    job = prepare_generation(request, rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.worker import generate_worker
     from moefold.launch.ranks import run_ranks

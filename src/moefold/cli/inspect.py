@@ -17,7 +17,8 @@ from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.metrics.definitions import MISREAD, TABLES, definitions_text
-from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, read_balance, split_into_bins
+from moefold.metrics.expert_balance import ExpertBalance, LayerSummary, read_balance, split_into_bins
+from moefold.metrics.expert_counts import Array
 from moefold.metrics.metric_curves import MetricCurve, read_metric_curves
 from moefold.terminal import print_escaped, printable
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
-from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
+from moefold.metrics.expert_balance import ExpertBalance, split_into_bins
+from moefold.metrics.expert_counts import Array
 from moefold.metrics.metric_curves import MetricCurve
 from moefold.metrics.plot import escape_plot_text
 

@@ -78,21 +78,16 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         settings.load_chat_template(source, tokenizer)
 
     from moefold.cost.kv_cache import cache_sizes
-    from moefold.launch.memory_check import check_inference, choose_checked_device
+    from moefold.launch.memory_check import check_inference, choose_device_type
 
     def cache_bytes(device_type: str) -> dict[str, int]:
         sizes = cache_sizes(cfg, device_type)
         num_bytes = sizes.total_bytes(-(-cfg.train.seq_len // sizes.page_positions), 1)
         return {f"the cache of one text of max_length={cfg.train.seq_len}": num_bytes}
 
-    check = partial(
-        check_inference,
-        cfg,
-        rank_env=rank_env,
-        extra_bytes=cache_bytes,
-        suggestion="give a smaller --model_args max_length=, or shard the model with tp= and pp=",
-    )
-    device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    device_type = choose_device_type(cfg.run.device, cfg.parallel.world_size, rank_env)
+    suggestion = "give a smaller --model_args max_length=, or shard the model with tp= and pp="
+    check_inference(cfg, device_type, rank_env, extra_bytes=cache_bytes, suggestion=suggestion)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
 

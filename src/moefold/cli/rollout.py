@@ -8,7 +8,6 @@ from moefold.cli.command_parser import CommandParser, add_part_option, report_on
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.notices import report_notices
 
 EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Prompts are JSON lines with a column "prompt",
 a text or a list of messages, and the columns that the reward reads; or the generated problems of a task. FILE.jsonl
@@ -39,7 +38,7 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         raise ConfigError(f"{wrong[0]!r} is not a setting of the mapping, such as parallel.tp=2; prompts are in a file")
     sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     request = read_options(RolloutRequest, arguments, sampling=sampling)
-    job = prepare_rollouts(request, rank_env, partial(report_notices, rank_env=rank_env))
+    job = prepare_rollouts(request, rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.rollout_worker import rollout_worker
     from moefold.launch.ranks import run_ranks

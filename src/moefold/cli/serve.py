@@ -12,7 +12,6 @@ from moefold.cli.command_parser import CommandParser, add_part_option, report_on
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import SIGNAL_STATUS, ConfigError, install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.notices import report_notices
 
 KEY_VARIABLE = "MOEFOLD_API_KEY"
 
@@ -45,9 +44,7 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     if not options.api_key:
         # Other users of the machine see the arguments of a command, but not its environment.
         options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))
-    job = prepare_server(
-        arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)
-    )
+    job = prepare_server(arguments.model, arguments.overrides, options, rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.serve.app import serve_worker
     from moefold.launch.exit import hard_exit

@@ -7,10 +7,10 @@ templates are small, and a changed byte may change every id: they are also hashe
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from moefold.bounded_read import open_regular
 from moefold.config.sections.data import DataConfig
@@ -137,6 +137,8 @@ LOCATION_KEYS = ("path", "tokenizer", "chat_template")
 class DataFiles:
     """Data files of a recipe, by purpose."""
 
+    fingerprints: Mapping[str, str]
+    """Results of `fingerprint`."""
     paths: tuple[str, ...]
     """Names in data.path."""
     sources: tuple[tuple[str, ...], ...]
@@ -146,23 +148,85 @@ class DataFiles:
     by_folder: bool
     """True if names below a folder have a meaning: they determine splits and formats (huggingface)."""
 
+    @classmethod
+    def of(cls, order: Mapping[str, Any], fingerprints: Mapping[str, str]) -> Self:
+        """Sort the data files of a recipe by purpose. The order has the keys of [data]."""
+        path = order.get("path", "")
+        paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
+        roles = _roles(order)
+        settings: dict[str, str] = {}
+        sources: list[list[str]] = [[] for _ in paths]
+        current = 0
+        for name in fingerprints:
+            index = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
+            if name in roles and (index is None or not settings.keys() & {roles[name]}):
+                settings[roles[name]] = name
+            elif index is not None:
+                current = index
+                sources[index].append(name)
+        return cls(fingerprints, paths, tuple(map(tuple, sources)), settings, order.get("kind") == "huggingface")
 
-def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files, as `fingerprint` returns them, by purpose. The order has the keys of [data]."""
-    path = order.get("path", "")
-    paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
-    roles = _roles(order)
-    settings: dict[str, str] = {}
-    sources: list[list[str]] = [[] for _ in paths]
-    current = 0
-    for name in names:
-        index = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
-        if name in roles and (index is None or not settings.keys() & {roles[name]}):
-            settings[roles[name]] = name
-        elif index is not None:
-            current = index
-            sources[index].append(name)
-    return DataFiles(paths, tuple(map(tuple, sources)), settings, order.get("kind") == "huggingface")
+    def current_names(self, new: Self) -> dict[str, str]:
+        """Return the current names of the files of a checkpoint, by their names there. A file may be missing."""
+        renamed = {name: new.settings.get(role, name) for role, name in self.settings.items()}
+        if len(self.paths) == len(new.paths):
+            for i, (before, after) in enumerate(zip(self.sources, new.sources, strict=True)):
+                renamed |= self._matched(before, new, after) or {
+                    name: self._current_name(name, i, new.paths[i]) for name in before
+                }
+        elif all(self.sources) and all(new.sources):
+            before = tuple(name for names in self.sources for name in names)
+            after = tuple(name for names in new.sources for name in names)
+            renamed |= self._matched(before, new, after)
+        return renamed
+
+    def _matched(self, before: Sequence[str], new: Self, after: Sequence[str]) -> dict[str, str]:
+        """Return the new names by the old names if all files have the same content in the same order; else {}."""
+        if len(before) != len(after):
+            return {}
+        for name, other in zip(before, after, strict=True):
+            saved = self.fingerprints[name]
+            same = has_same_content(saved, new.fingerprints[other]) and saved != SKIPPED
+            if not same or (self.by_folder and self._reader_key(name) != new._reader_key(other)):
+                return {}
+        return dict(zip(before, after, strict=True))
+
+    def _current_name(self, name: str, index: int, root: str) -> str:
+        """Return the name below the recipe's path of a file below a path of the checkpoint."""
+        relative = _relative(name, self.paths[index])
+        if not relative and self.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
+            return name
+        return name_below(root, relative) if relative else root
+
+    def _reader_key(self, name: str) -> str:
+        """Return the part of a name that determines the reader: the whole name below a folder, else the suffix."""
+        root = next(root for root in self.paths if is_below(Path(name), Path(root)))
+        return _relative(name, root) or table_suffix(Path(name))
+
+    def comparable(self, new: Self) -> dict[str, str]:
+        """Return the new fingerprints, without the tokenizer's if the checkpoint is of an old version without it."""
+        if TOKENIZER_FILE in self.settings:
+            return dict(new.fingerprints)
+        unknown = {name for role, name in new.settings.items() if role != "data.chat_template"}
+        return {name: digest for name, digest in new.fingerprints.items() if name not in unknown}
+
+    def unmatched_locations(self, new: Self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+        """Return the keys of `LOCATION_KEYS` that differ between checkpoint and recipe, without files to compare."""
+        unmatched = []
+        saved_hub_paths = [path for path, names in zip(self.paths, self.sources, strict=True) if not names]
+        hub_paths = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
+        saved_hub_places = [i for i, names in enumerate(self.sources) if not names]
+        hub_places = [i for i, names in enumerate(new.sources) if not names]
+        has_other_hub = saved_hub_paths != hub_paths or (
+            bool(hub_paths) and (saved_hub_places != hub_places or len(self.paths) != len(new.paths))
+        )
+        if saved.get("path") != current.get("path") and has_other_hub:
+            unmatched.append("path")
+        for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
+            is_compared = role in self.settings and role in new.settings
+            if not is_compared and saved.get(key) != current.get(key):
+                unmatched.append(key)
+        return unmatched
 
 
 def _roles(order: Mapping[str, Any]) -> dict[str, str]:
@@ -175,85 +239,6 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
     return roles | ({template: "data.chat_template"} if template else {})
 
 
-def current_names(
-    old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the current names of the files of a checkpoint, by their names there. A file may be missing."""
-    renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
-    if len(old.paths) == len(new.paths):
-        for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
-            renamed |= _matched(old, before, saved, new, after, fingerprints) or {
-                name: _current_name(name, old, i, new.paths[i]) for name in before
-            }
-    elif all(old.sources) and all(new.sources):
-        before = tuple(name for names in old.sources for name in names)
-        after = tuple(name for names in new.sources for name in names)
-        renamed |= _matched(old, before, saved, new, after, fingerprints)
-    return renamed
-
-
-def _matched(
-    old: DataFiles,
-    before: Sequence[str],
-    saved: Mapping[str, str],
-    new: DataFiles,
-    after: Sequence[str],
-    fingerprints: Mapping[str, str],
-) -> dict[str, str]:
-    """Return the new names by the old names if all files have the same content in the same order; else {}."""
-    if len(before) != len(after):
-        return {}
-    for name, other in zip(before, after, strict=True):
-        same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
-        if not same or (old.by_folder and _reader_key(old, name) != _reader_key(new, other)):
-            return {}
-    return dict(zip(before, after, strict=True))
-
-
-def _current_name(name: str, old: DataFiles, index: int, root: str) -> str:
-    """Return the name below the recipe's path of a file below a path of the checkpoint."""
-    relative = _relative(name, old.paths[index])
-    if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
-        return name
-    return name_below(root, relative) if relative else root
-
-
-def _reader_key(files: DataFiles, name: str) -> str:
-    """Return the part of a file's name that determines its reader: the whole name below a folder, else the suffix."""
-    root = next(root for root in files.paths if is_below(Path(name), Path(root)))
-    relative = _relative(name, root)
-    return relative or table_suffix(Path(name))
-
-
 def _relative(name: str, root: str) -> str:
     relative = str(Path(name).relative_to(Path(root)))
     return "" if relative == "." else relative
-
-
-def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints, without the tokenizer's if the checkpoint is of an old version that lacks it."""
-    if TOKENIZER_FILE in old.settings:
-        return dict(fingerprints)
-    unknown = {name for role, name in new.settings.items() if role != "data.chat_template"}
-    return {name: digest for name, digest in fingerprints.items() if name not in unknown}
-
-
-def unmatched_locations(
-    old: DataFiles, new: DataFiles, saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> list[str]:
-    """Return the keys of `LOCATION_KEYS` that differ between checkpoint and recipe, without files to compare."""
-    unmatched = []
-    saved_hub_paths = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
-    hub_paths = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
-    saved_hub_places = [i for i, names in enumerate(old.sources) if not names]
-    hub_places = [i for i, names in enumerate(new.sources) if not names]
-    has_other_hub = saved_hub_paths != hub_paths or (
-        bool(hub_paths) and (saved_hub_places != hub_places or len(old.paths) != len(new.paths))
-    )
-    if saved.get("path") != current.get("path") and has_other_hub:
-        unmatched.append("path")
-    for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
-        is_compared = role in old.settings and role in new.settings
-        if not is_compared and saved.get(key) != current.get(key):
-            unmatched.append(key)
-    return unmatched

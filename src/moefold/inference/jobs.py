@@ -6,7 +6,6 @@ Messages name the options of `moefold eval` and `moefold generate`.
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.pages import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.notices import report_notices
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
     OPTION_NAMES,
@@ -45,9 +45,9 @@ from moefold.inference.text import (
     read_text,
     stop_token_ids,
 )
-from moefold.inference.token_dataset import TokenDataset, check_dataset, open_ids
+from moefold.inference.token_dataset import TokenDataset, check_dataset
 from moefold.launch.accelerator import DEVICE_NAMES
-from moefold.launch.memory_check import check_inference, choose_checked_device
+from moefold.launch.memory_check import check_inference, choose_device_type
 from moefold.message_text import Problem, Setting, spelled_as
 from moefold.ops.kernel_support import check_kernel_device
 from moefold.validate.rl import check_fetching_ranks
@@ -127,6 +127,10 @@ class EvalJob:
     keeps_tail: bool
     logits: Path | None
 
+    def dataset(self) -> TokenDataset:
+        """Return the sequences to evaluate."""
+        return TokenDataset.open(self.ids, self.seq_len, self.keeps_tail)
+
 
 @dataclass(frozen=True)
 class GenerateJob:
@@ -153,9 +157,7 @@ Notify = Callable[[str], None]
 """Receives a notice for the user."""
 
 
-def prepare_evaluation(
-    request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
-) -> EvalJob:
+def prepare_evaluation(request: EvalRequest, rank_env: RankEnv | None, notify: Notify) -> EvalJob:
     """Check an evaluation before any rank starts. A default sequence length is notified.
 
     Raises:
@@ -168,14 +170,13 @@ def prepare_evaluation(
     if options.batch_size < 1:
         raise ConfigError(Problem("--batch-size", options.batch_size, "must be at least 1"))
     source = find_source(request.model, options.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
     inference = InferenceRequest.of(options, request.overrides, seq_len=seq_len, batch_size=options.batch_size)
     cfg = launched_config(source, inference, "evaluate", rank_env)
     _check_logits(request)
     tokens, name = _token_ids(request, source)
-    ids = open_ids(tokens) if isinstance(tokens, Path) else tokens
-    dataset = TokenDataset(ids, seq_len, options.keep_tail)
+    dataset = TokenDataset.open(tokens, seq_len, options.keep_tail)
     check_dataset(dataset, source.model.vocab_size, name)
     _check_disk_space(request.logits, dataset, source.model.vocab_size)
     if cfg.moe.eval_capacity_factor <= 0:
@@ -196,9 +197,7 @@ def prepare_evaluation(
     )
 
 
-def prepare_generation(
-    request: GenerationRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
-) -> GenerateJob:
+def prepare_generation(request: GenerationRequest, rank_env: RankEnv | None) -> GenerateJob:
     """Check a generation before any rank starts.
 
     Raises:
@@ -209,7 +208,7 @@ def prepare_generation(
         raise ConfigError(Problem("--max-tokens", request.max_tokens, "must be at least 1"))
     request.sampling.check()
     source = find_source(request.model, options.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     # Report a wrong mapping before reading the prompt.
     inference = InferenceRequest.of(options, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
@@ -296,8 +295,8 @@ def choose_inference_device(
     Raises:
         ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is truncated.
     """
-    check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
-    device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    device_type = choose_device_type(cfg.run.device, cfg.parallel.world_size, rank_env)
+    check_inference(cfg, device_type, rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     check_kernel_device(cfg.run, device_type)
     ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
     check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)

@@ -3,7 +3,7 @@
 Messages name options.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import cache_of_requests, choose_inference_device
+from moefold.inference.notices import report_notices
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
     OPTION_NAMES,
@@ -93,9 +94,7 @@ class RolloutJob:
 DEFAULT_PROBLEMS = 256
 
 
-def prepare_rollouts(
-    request: RolloutRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
-) -> RolloutJob:
+def prepare_rollouts(request: RolloutRequest, rank_env: RankEnv | None) -> RolloutJob:
     """Check a job before any rank starts.
 
     Raises:
@@ -103,7 +102,7 @@ def prepare_rollouts(
     """
     _check_options(request)
     source = find_source(request.model, request.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     source = replace(source, want=override_want(source.want, request.want))
     inference = InferenceRequest.of(request, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)

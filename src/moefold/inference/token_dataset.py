@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -22,6 +23,11 @@ class TokenDataset:
     """Token ids of any integer type, [tokens]; may be a file."""
     seq_len: int
     keeps_tail: bool
+
+    @classmethod
+    def open(cls, ids: np.ndarray | Path, seq_len: int, keeps_tail: bool) -> Self:
+        """Split a row of ids, or the ids of an .npy file, which are not read into memory."""
+        return cls(open_ids(ids) if isinstance(ids, Path) else ids, seq_len, keeps_tail)
 
     @property
     def num_full_sequences(self) -> int:

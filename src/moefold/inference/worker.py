@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,7 +22,7 @@ from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
 from moefold.inference.settings import eval_oom_hint, generate_oom_hint
 from moefold.inference.text import open_tokenizer
 from moefold.inference.text_stream import StopStringFilter, TextStream, has_stop_string
-from moefold.inference.token_dataset import TokenDataset, open_ids
+from moefold.inference.token_dataset import TokenDataset
 from moefold.terminal import MULTILINE_CHARS, printable
 
 
@@ -51,20 +50,15 @@ def eval_worker(job: EvalJob, as_json: bool, rank_env: RankEnv, device_type: str
     with joined_job(rank_env, device_type, eval_oom_hint()) as device:
         result = _evaluate(job, device)
         if rank_env.rank == 0:
-            _print_evaluation(result, _dataset(job), as_json=as_json)
+            _print_evaluation(result, job.dataset(), as_json=as_json)
     return 0
 
 
 def _evaluate(job: EvalJob, device: torch.device) -> Evaluation:
     loaded = load_model(job.source, job.cfg, device)
-    dataset = _dataset(job)
+    dataset = job.dataset()
     with nullcontext() if job.logits is None else LogitsFile(job.logits, loaded, dataset) as file:
         return evaluate(loaded, dataset, file)
-
-
-def _dataset(job: EvalJob) -> TokenDataset:
-    ids = open_ids(job.ids) if isinstance(job.ids, Path) else job.ids
-    return TokenDataset(ids, job.seq_len, job.keeps_tail)
 
 
 def _print_evaluation(result: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:

@@ -21,23 +21,17 @@ from moefold.validate.memory_need import (
 )
 
 
-def choose_checked_device(
-    requested_device: str, world_size: int, rank_env: RankEnv | None, check: Callable[[str], None]
-) -> str:
-    """Return the device type of the ranks, after running `check` on it.
-
-    On a machine that certainly has no GPU the check runs before torch is imported.
+def choose_device_type(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
+    """Return the device type of the ranks. On a machine that certainly has no GPU, torch is not imported.
 
     Raises:
-        ConfigError: this machine has fewer GPUs than ranks, or `check` raised it.
+        ConfigError: this machine has fewer GPUs than ranks.
     """
-    device_type = device_without_torch(requested_device, world_size, rank_env)
-    if not device_type:
-        from moefold.launch.ranks import choose_device
+    if device_type := device_without_torch(requested_device, world_size, rank_env):
+        return device_type
+    from moefold.launch.ranks import choose_device
 
-        device_type = choose_device(requested_device, world_size, rank_env)
-    check(device_type)
-    return device_type
+    return choose_device(requested_device, world_size, rank_env)
 
 
 def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from moefold.metrics.definitions import SHOWN, TABLES, title_of
-from moefold.metrics.expert_balance import END_WINDOW_DIVISOR, Array, split_into_bins
+from moefold.metrics.expert_balance import END_WINDOW_DIVISOR, split_into_bins
+from moefold.metrics.expert_counts import Array
 from moefold.metrics.reader import read_records, value_of
 
 

@@ -205,27 +205,29 @@ class StepRows:
     num_micro_batches: int
 
 
-def pack_step(
-    groups: Sequence[RolloutGroup],
-    parallel: ParallelConfig,
-    train: TrainConfig,
-    rl: RLConfig,
-    rollout: RolloutConfig,
-    pad_id: int,
-    dp_rank: int,
-) -> StepRows:
-    """Pack the rollouts of one step and return the rows of one rank. The packing is the same under every mapping."""
-    seq_len = train.seq_len
-    dp = parallel.dp
-    rollouts = weigh_rollouts(groups, rl, rollout.max_tokens)
-    samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=pad_id)
-    micro_batch_size = train.micro_batch_size
-    # A pipeline schedule has a fixed number of micro-batches.
-    count = train.num_micro_batches(parallel.dp) if parallel.pp > 1 else -(-len(samples) // (micro_batch_size * dp))
-    per_rank = count * micro_batch_size
-    samples += [empty_sample(seq_len, pad_id)] * (per_rank * dp - len(samples))
-    first = dp_rank * per_rank
-    return StepRows(stack_samples(samples[first : first + per_rank], seq_len), first, count)
+@dataclass(frozen=True, slots=True)
+class StepPacking:
+    """Packing of the rollouts of one optimizer step, the same under every mapping."""
+
+    parallel: ParallelConfig
+    train: TrainConfig
+    rl: RLConfig
+    rollout: RolloutConfig
+    pad_id: int
+
+    def rows(self, groups: Sequence[RolloutGroup], dp_rank: int) -> StepRows:
+        """Pack the rollouts of a step, and return the rows of one data-parallel rank."""
+        seq_len = self.train.seq_len
+        dp = self.parallel.dp
+        rollouts = weigh_rollouts(groups, self.rl, self.rollout.max_tokens)
+        samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=self.pad_id)
+        size = self.train.micro_batch_size
+        # A pipeline schedule has a fixed number of micro-batches.
+        count = self.train.num_micro_batches(dp) if self.parallel.pp > 1 else -(-len(samples) // (size * dp))
+        per_rank = count * size
+        samples += [empty_sample(seq_len, self.pad_id)] * (per_rank * dp - len(samples))
+        first = dp_rank * per_rank
+        return StepRows(stack_samples(samples[first : first + per_rank], seq_len), first, count)
 
 
 def split_steps(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:

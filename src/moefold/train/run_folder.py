@@ -7,11 +7,11 @@ it has no state to resume from.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.find_checkpoint import (
@@ -159,9 +159,10 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     settings = _read_settings(folder)
     if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg.checkpoint):
         return False
-    differing = _changed_keys(settings, _settings(cfg))
+    change = _SettingsChange.of(settings, _settings(cfg))
+    differing = change.keys
     moved_keys = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
-    if set(_changes_of_run(settings, _settings(cfg))) - moved_keys:
+    if set(change.keys_of_run) - moved_keys:
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
@@ -179,12 +180,12 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
 
 
-def _is_busy_with_other_run(folder: Path, current: Settings) -> bool:
+def _is_busy_with_other_run(folder: Path, now: Settings) -> bool:
     """Return whether a job holds the lock of a folder that has the settings of another run."""
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)
-    return settings is not None and bool(_changes_of_run(settings, current))
+    return settings is not None and bool(_SettingsChange.of(settings, now).keys_of_run)
 
 
 def _starts_over(folder: Path, cfg: Config) -> bool:
@@ -200,10 +201,11 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     saved = checkpoint_folder(cfg.run, cfg.checkpoint)
     if not _contains_run(folder, cfg.checkpoint) or named_checkpoints(saved):
         return False
-    now = _settings(cfg)
-    if _changes_of_run(settings, now) or "checkpoint.dir" in _changed_keys(settings, now):
+    change = _SettingsChange.of(settings, _settings(cfg))
+    differing = change.keys
+    if change.keys_of_run or "checkpoint.dir" in differing:
         return False
-    before = _settings(Config()) | settings
+    before = change.before
     last_step = max((record["step"] for record in read_records(folder)), default=0)
     every = before["checkpoint.every"]
     if (every and last_step > every) or not (every or before["checkpoint.at_end"]):
@@ -236,13 +238,9 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         return f"of another model or other data: {difference}"
     if meta.step < cfg.run.steps or settings is None:
         return ""
-    now = _settings(cfg)
-    of_run = _changes_of_run(settings, now)
-    changed = [key for key in _changed_keys(settings, now) if key in of_run or _invalidates_finished_run(key)]
-    return (
-        f"it has {meta.step} steps, with other settings: "
-        f"{format_list([_describe_change(key, settings, now) for key in changed])}"
-    )
+    change = _SettingsChange.of(settings, _settings(cfg))
+    changed = [key for key in change.keys if key in change.keys_of_run or _invalidates_finished_run(key)]
+    return f"it has {meta.step} steps, with other settings: {format_list(change.describe(changed))}"
 
 
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
@@ -282,22 +280,34 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _changed_keys(settings: Settings, now: Settings) -> list[str]:
-    """Return the keys whose values differ. A key that an earlier version lacked counts as its default."""
-    before = _with_defaults(settings)
-    return [key for key, value in now.items() if before.get(key) != value]
+@dataclass(frozen=True)
+class _SettingsChange:
+    """Settings of a run in a folder, and the settings of a recipe."""
 
+    before: Settings
+    """Recorded settings. A key that an earlier version lacked has its default."""
+    now: Settings
 
-def _with_defaults(settings: Settings) -> Settings:
-    """Return recorded settings with the defaults of missing keys, and marks for the tables that they contain."""
-    tables = {key.rpartition(".")[0]: GIVEN for key in settings}
-    return _settings(Config()) | tables | settings
+    @classmethod
+    def of(cls, recorded: Settings, now: Settings) -> Self:
+        """Complete recorded settings with the defaults of missing keys, and marks for the tables that they contain."""
+        tables = {key.rpartition(".")[0]: GIVEN for key in recorded}
+        return cls(_settings(Config()) | tables | recorded, now)
 
+    @property
+    def keys(self) -> list[str]:
+        """Keys whose values differ."""
+        return [key for key, value in self.now.items() if self.before.get(key) != value]
 
-def _changes_of_run(settings: Settings, now: Settings) -> list[str]:
-    """Return the changed keys that make another run: all but folder, length, mapping, logging and saving."""
-    free = keys_of_same_run()
-    return [key for key in _changed_keys(settings, now) if ".".join(key.split(".")[:2]) not in free]
+    @property
+    def keys_of_run(self) -> list[str]:
+        """Changed keys that make another run: all but folder, length, mapping, logging and saving."""
+        free = keys_of_same_run()
+        return [key for key in self.keys if ".".join(key.split(".")[:2]) not in free]
+
+    def describe(self, keys: Iterable[str]) -> list[str]:
+        """Return a text for each of the keys."""
+        return [f"{key}={toml_value(self.now[key])} (it has {toml_value(self.before.get(key))})" for key in keys]
 
 
 def _invalidates_finished_run(key: str) -> bool:
@@ -305,14 +315,10 @@ def _invalidates_finished_run(key: str) -> bool:
     return key == "run.steps" or key.startswith("parallel.")
 
 
-def _describe_change(key: str, settings: Settings, now: Settings) -> str:
-    return f"{key}={toml_value(now[key])} (it has {toml_value(_with_defaults(settings).get(key))})"
-
-
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
     """Return a message with the settings that changed on resume, or empty if none did."""
     if settings is None or cfg.checkpoint.resume != "auto" or newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None:
         return ""
-    now = _settings(cfg)
-    changed = [_describe_change(key, settings, now) for key in _changes_of_run(settings, now)]
+    change = _SettingsChange.of(settings, _settings(cfg))
+    changed = change.describe(change.keys_of_run)
     return f"the run in {cfg.run.dir!r} goes on with other settings: {', '.join(changed)}" if changed else ""

@@ -18,7 +18,7 @@ from moefold.config.sections.run import SETTINGS_FILE
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
-from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.expert_counts import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault

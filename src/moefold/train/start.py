@@ -5,7 +5,6 @@
 """
 
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +21,7 @@ from moefold.data.dataset import NEEDS_PROGRAM, DataRequest
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
-from moefold.launch.memory_check import check_training, choose_checked_device
+from moefold.launch.memory_check import check_training, choose_device_type
 from moefold.message_text import Problem
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import check_protocol, to_path
@@ -75,8 +74,9 @@ class RunSetup(NamedTuple):
             ConfigError: the device cannot run the recipe.
         """
         cfg = self.folder.cfg
-        check = partial(_check_device, cfg, rank_env)
-        return choose_checked_device(cfg.run.device, cfg.num_job_ranks, rank_env, check)
+        device_type = choose_device_type(cfg.run.device, cfg.num_job_ranks, rank_env)
+        _check_device(cfg, rank_env, device_type)
+        return device_type
 
     def prepare_data(self, rank_env: RankEnv | None) -> None:
         """Prepare the data and check the checkpoint to resume from, on one rank of each machine.

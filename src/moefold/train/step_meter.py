@@ -117,12 +117,19 @@ class StepMeter:
 
     Args:
         clipped: the parameters whose gradients count in the norm, by name.
+        passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
     """
 
     def __init__(
-        self, model: ParallelModel, clipped: dict[str, nn.Parameter], parallel: ParallelConfig, train: TrainConfig
+        self,
+        model: ParallelModel,
+        clipped: dict[str, nn.Parameter],
+        passes: "ForwardPasses | None",
+        parallel: ParallelConfig,
+        train: TrainConfig,
     ) -> None:
         self.clipped = clipped
+        self._passes = passes
         self._model = model
         self._routed = model.stages[0].config.routed
         self._moe_numbers = model.stages[0].config.moe_layer_numbers
@@ -167,23 +174,13 @@ class StepMeter:
         return loss if self._model.groups.attn.tp.rank == 0 else torch.zeros_like(loss)
 
     def reduce(
-        self,
-        loss: Tensor,
-        step: int,
-        flags: Sequence[bool],
-        memory_tracker: "MemoryTracker | None",
-        passes: "ForwardPasses | None",
-        rate: float,
+        self, loss: Tensor, step: int, flags: Sequence[bool], memory_tracker: "MemoryTracker | None", rate: float
     ) -> StepTotals:
-        """Sum all numbers of a step over the ranks, in one all-reduce.
-
-        Args:
-            passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
-        """
-        own = self._own_numbers(loss, flags, memory_tracker, passes)
+        """Sum all numbers of a step over the ranks, in one all-reduce."""
+        own = self._own_numbers(loss, flags, memory_tracker)
         device_sums = all_reduce_sum(own.packed(), self._model.groups.world)
         sums = own.unpack(device_sums.cpu())
-        projected = None if passes is None else passes.project(sums.perturbed_losses, step)
+        projected = None if self._passes is None else self._passes.project(sums.perturbed_losses, step)
         return StepTotals(
             self._result(sums, rate, projected),
             device_grad_norm=own.unpack(device_sums).squared_grad_norm.sqrt(),
@@ -194,11 +191,7 @@ class StepMeter:
         )
 
     def _own_numbers(
-        self,
-        loss: Tensor,
-        flags: Sequence[bool],
-        memory_tracker: "MemoryTracker | None",
-        passes: "ForwardPasses | None",
+        self, loss: Tensor, flags: Sequence[bool], memory_tracker: "MemoryTracker | None"
     ) -> "StepNumbers":
         world = self._model.groups.world
         device = loss.device
@@ -229,7 +222,7 @@ class StepMeter:
             offload=torch.tensor(offload, dtype=torch.float64, device=device),
             receive_loads=self._model.local_receive_load(),
             memory_by_part=_row_of_rank(by_part, world),
-            perturbed_losses=loss.new_zeros(0) if passes is None else passes.local_losses(),
+            perturbed_losses=loss.new_zeros(0) if self._passes is None else self._passes.local_losses(),
             attention=nothing if self._attention is None else self._attention.local_statistics(device),
         )
 

@@ -94,7 +94,7 @@ class TrainingStep:
 
                 samples = replica_check.samples_by_replica(cfg.parallel, cfg.train)
                 self._replica_gradients = replica_check.ReplicaGradients(model, self._fsdp_hooks, samples)
-        self.meter = StepMeter(model, self.parameters | self.optimized, cfg.parallel, cfg.train)
+        self.meter = StepMeter(model, self.parameters | self.optimized, self._passes, cfg.parallel, cfg.train)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -180,7 +180,7 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
-        totals = self.meter.reduce(loss, step, flags(), memory_tracker, self._passes, rate)
+        totals = self.meter.reduce(loss, step, flags(), memory_tracker, rate)
         result = totals.result
         check_receive_loads(totals.receive_loads, self.model.dispatcher, f"step {step}")
         metrics = None if replicas is None else replicas.metrics(self.meter.own_loss(loss.detach())[0])

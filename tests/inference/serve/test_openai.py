@@ -41,7 +41,7 @@ def serving(model: Path, **options: Any) -> Iterator[str]:
     from moefold.inference.text import open_tokenizer
 
     given = ServeOptions(port=0, device="cpu", api_key="key", **options)
-    job = prepare_server(str(model), [], given, None, lambda skipped: None)
+    job = prepare_server(str(model), [], given, None)
     tokenizer = open_tokenizer(job.source, given.tokenizer)
     loaded = load_model(job.source, job.cfg, CPU, tokenizer)
     grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)

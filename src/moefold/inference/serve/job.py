@@ -1,6 +1,6 @@
 """Checked job of a server, made before any rank starts, on the CPU without torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.pages import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import choose_inference_device
+from moefold.inference.notices import report_notices
 from moefold.inference.serve.reasoning import check_reasons
 from moefold.inference.settings import OPTION_NAMES, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
@@ -67,13 +68,7 @@ class ServeJob:
     """Maximum tokens of a prompt and its completion."""
 
 
-def prepare_server(
-    model: str,
-    overrides: Sequence[str],
-    options: ServeOptions,
-    rank_env: RankEnv | None,
-    report: Callable[[Sequence[str]], None],
-) -> ServeJob:
+def prepare_server(model: str, overrides: Sequence[str], options: ServeOptions, rank_env: RankEnv | None) -> ServeJob:
     """Check a server before any rank starts. The overrides are its mapping.
 
     Raises:
@@ -81,7 +76,7 @@ def prepare_server(
     """
     _check_options(options)
     source = find_source(model, options.ignore_key)
-    report(source.notices)
+    report_notices(source.notices, rank_env)
     source = replace(source, want=override_want(source.want, options.want))
     inference = InferenceRequest.of(options, overrides, seq_len=max(2, options.max_length or source.context))
     cfg = launched_config(source, inference, "generate", rank_env)

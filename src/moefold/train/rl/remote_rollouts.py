@@ -25,7 +25,7 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightReceiver, WeightSender
 from moefold.rl.reward import Reward, check_columns
-from moefold.rl.rollout import pack_step, split_steps
+from moefold.rl.rollout import StepPacking, split_steps
 from moefold.rl.rollout_table import Round
 from moefold.rl.round_statistics import RoundStatistics
 from moefold.topology.layout import Layout
@@ -138,7 +138,7 @@ class SamplingWorker:
         self._check_data()
         tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         assert tokenizer.separator_id is not None, "checked before the run"
-        self._pad_id = tokenizer.separator_id
+        self._packing = StepPacking(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, tokenizer.separator_id)
         check = check_columns(cfg.data, cfg.reward)
         self._prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check).train
         model = InferenceModel.build(sampled, groups)
@@ -201,12 +201,7 @@ class SamplingWorker:
         metrics = tuple(round_.statistics.metrics(groups) for groups in steps)
         for rank in self._served:
             dp_rank = self._layout.attention.coordinate(rank, "dp")
-            rows = tuple(
-                pack_step(
-                    groups, self._cfg.parallel, self._cfg.train, self._cfg.rl, self._cfg.rollout, self._pad_id, dp_rank
-                )
-                for groups in steps
-            )
+            rows = tuple(self._packing.rows(groups, dp_rank) for groups in steps)
             yield rank, replace(round_, groups=round_.groups if rank == 0 else None, steps=rows, metrics=metrics)
 
     def _wait_sends(self, max_pending: int) -> None:

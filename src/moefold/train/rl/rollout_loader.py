@@ -24,7 +24,7 @@ from moefold.objectives.recipe_loss import loss_columns
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
-from moefold.rl.rollout import Rollout, RolloutGroup, pack_step
+from moefold.rl.rollout import Rollout, RolloutGroup, StepPacking
 from moefold.rl.rollout_table import TABLE_KEY
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles
@@ -122,13 +122,13 @@ class RolloutLoader:
         self.validation_sampler = PromptCatalog(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
-        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, self._model.groups.attn.dp.rank)
+        packing = StepPacking(cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id)
         self._steps = RoundSteps(
             cfg.train,
             cfg.rl,
             self._model,
             self.train_sharder,
-            lambda step_groups: pack_step(step_groups, *parts),
+            partial(packing.rows, dp_rank=self._model.groups.attn.dp.rank),
             self.sampling.replay,
             self._capture,
         )
