@@ -111,3 +111,44 @@ def test_an_index_whose_documents_do_not_ascend_is_refused(tmp_path):
     path = _write_megatron(tmp_path, 4, "<i4", (0, 3, 1, 4, 6))
     with pytest.raises(ConfigError, match="it does not ascend"):
         open_document_ends(path, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("documents", [(1, 2, 3, 4, 6), (0, 1, 3, 4, 9)], ids=["first", "last"])
+def test_an_index_with_other_sequences_than_its_documents_is_refused(tmp_path, documents):
+    path = _write_megatron(tmp_path, 4, "<i4", documents)
+    with pytest.raises(ConfigError, match="its documents are not the sequences 0 to 6"):
+        open_document_ends(path, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("field", ["length", "offset"])
+def test_an_index_whose_sequences_leave_a_gap_is_refused(tmp_path, field):
+    path = _write_megatron(tmp_path, 4, "<i4")
+    index = path.with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    # The second of six sequences: lengths begin after 34 bytes, offsets after the lengths.
+    start, kind = (34 + 4, "<i4") if field == "length" else (34 + 4 * 6 + 8, "<i8")
+    number = np.frombuffer(content, kind, 1, start) - 1
+    content[start : start + number.nbytes] = number.tobytes()
+    index.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
+        open_document_ends(path, sum(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read_as"), [("<u4", "uint16"), ("<i4", "uint16"), ("<i8", "uint16"), ("<i8", "uint32"), ("<i8", "int32")]
+)
+def test_bare_ids_of_a_wider_type_are_refused(tmp_path, dtype, read_as):
+    ids = np.random.default_rng(4).integers(0, 260_000, size=3000)
+    (tmp_path / "a.bin").write_bytes(ids.astype(dtype).tobytes())
+    with pytest.raises(ConfigError, match=rf"in every second place of data\.token_dtype={read_as}"):
+        _read(tmp_path / "a.bin", token_dtype=read_as)
+    files = token_files(
+        DataConfig(kind="tokens", path=str(tmp_path), token_dtype="int64" if dtype == "<i8" else "uint32")
+    )
+    assert np.array_equal(TokenFileStream(files, vocab_size=260_000).read(0, 3000), ids)
+
+
+def test_bare_ids_with_many_small_ones_are_read(tmp_path):
+    ids = np.random.default_rng(5).integers(0, 9, size=3000).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(ids.tobytes())
+    assert np.array_equal(_read(tmp_path / "a.bin"), ids)

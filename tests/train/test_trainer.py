@@ -66,6 +66,16 @@ def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tm
     assert [note("last_global_batch", *run) for run in ((1, 1), (2, 2))] == [False, False]
 
 
+def test_a_resume_with_other_ranks_of_a_sample_is_noted_where_drops_depend_on_it(pool, tmp_path):
+    def note(scope: str, cp: int, steps: int) -> bool:
+        cfg = recipe(tmp_path / scope, steps, world_size=cp, cp=cp)
+        cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=0.75, drop_scope=scope))
+        return "depends on tp*cp, which was 1 and is 2: other" in pool.run(cp, printed_by_rank, cfg)[0]
+
+    assert [note("sub_sequence", *run) for run in ((1, 1), (1, 2), (2, 3))] == [False, False, True]
+    assert [note("full_sequence", *run) for run in ((1, 1), (2, 2))] == [False, False]
+
+
 def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp_path):
     for steps, size, expected in ((2, 4, [1, 2]), (4, 4, [1, 2, 3, 4]), (6, 8, [5, 6])):
         cfg = recipe(tmp_path, steps, train={"global_batch_size": size})

@@ -98,15 +98,6 @@ class CheckpointMeta(TrainState):
     origin: str = ""
     """Source of weights that no run trained: "import" or "upcycle" and a folder. Such checkpoints have no moments."""
 
-    @property
-    def dp(self) -> int | None:
-        """Data-parallel degree of the mapping that wrote the checkpoint, or None if it is unknown."""
-        try:
-            world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
-        except KeyError:
-            return None
-        return world_size // (tp * cp * pp)
-
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the section [model] as JSON values, with its layers in the shortest form."""

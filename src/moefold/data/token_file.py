@@ -52,22 +52,33 @@ class MegatronIndex:
         return self.num_documents
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the positions after the last tokens of the documents start .. stop-1."""
+        """Return the positions after the last tokens of the documents start .. stop-1.
+
+        Raises:
+            ValueError: the documents are not all sequences, or the sequences do not follow each other without a gap.
+        """
         offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
+        lengths = self._open(_MEGATRON_HEADER.size, self.num_sequences, "<i4")
         offsets = self._open(offset, self.num_sequences)
         documents = self._open(offset + 8 * self.num_sequences, self.num_documents + 1)
         # Document m ends where the first sequence of document m + 1 begins, the last one at the end of the file.
-        firsts = documents.read(start + 1, stop + 1).astype(np.int64)
-        inner = firsts[firsts < self.num_sequences]
-        ends = np.full(stop - start, self.num_tokens, dtype=np.int64)
+        firsts = documents.read(start, stop + 1).astype(np.int64)
+        if (start == 0 and firsts[0]) or not ((firsts >= 0) & (firsts <= self.num_sequences)).all():
+            raise ValueError(f"its documents are not the sequences 0 to {self.num_sequences}")
+        firsts = firsts[1:]
+        inner = firsts[(firsts > 0) & (firsts < self.num_sequences)]
+        ends = np.where(firsts == 0, 0, self.num_tokens)
         if len(inner):
-            first = int(inner.min())
-            bounds = offsets.read(first, int(inner.max()) + 1)
-            ends[firsts < self.num_sequences] = bounds[inner - first] // self.dtype.itemsize
+            first = int(inner.min()) - 1
+            bounds = offsets.read(first, int(inner.max()) + 1).astype(np.int64)
+            sizes = lengths.read(first, int(inner.max())).astype(np.int64) * self.dtype.itemsize
+            if (bounds[:-1] + sizes != bounds[1:]).any():
+                raise ValueError("its sequences do not follow each other in the .bin")
+            ends[(firsts > 0) & (firsts < self.num_sequences)] = bounds[inner - first] // self.dtype.itemsize
         return ends
 
-    def _open(self, offset_bytes: int, count: int) -> ShardReader:
-        return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype("<i8"), count))
+    def _open(self, offset_bytes: int, count: int, dtype: str = "<i8") -> ShardReader:
+        return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype(dtype), count))
 
 
 def read_bin_header(path: Path, token_dtype: str) -> "TokenFile":
@@ -98,7 +109,20 @@ def read_bin_header(path: Path, token_dtype: str) -> "TokenFile":
             f"{path} has {size_bytes} bytes, which is not a multiple of the {dtype.itemsize} bytes of "
             f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
+    _check_width(path, dtype)
     return TokenFile(path, size_bytes // dtype.itemsize, dtype)
+
+
+def _check_width(path: Path, dtype: np.dtype[np.generic]) -> None:
+    """Refuse bare ids that are wider than `dtype`: every second one is then the upper half of an id, which is small."""
+    with path.open("rb") as file:
+        ids = np.frombuffer(file.read(_WIDTH_PROBE_IDS * dtype.itemsize), dtype).astype(np.int64)
+    upper = ids[1::2]
+    if (upper >= 0).all() and (upper < _UPPER_HALVES).all() and len(np.unique(ids[::2])) > 4 * _UPPER_HALVES:
+        raise ConfigError(
+            f"{path} has an id below {_UPPER_HALVES} in every second place of data.token_dtype={dtype.name}, as ids of "
+            f"{2 * dtype.itemsize} bytes or more have; set data.token_dtype to the type it was written with"
+        )
 
 
 def read_megatron_index(path: Path) -> MegatronIndex | None:
@@ -152,6 +176,11 @@ def _end_of_last_sequence(index: MegatronIndex) -> int:
         file.seek(_MEGATRON_HEADER.size + 4 * count + 8 * (count - 1))
         (start,) = struct.unpack("<q", file.read(8))
     return int(start + length * index.dtype.itemsize)
+
+
+_WIDTH_PROBE_IDS = 4096
+_UPPER_HALVES = 4
+"""Values of the upper 16 bits of the ids of a vocabulary of at most 262,144."""
 
 
 @dataclass(frozen=True, slots=True)

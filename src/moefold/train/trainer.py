@@ -10,7 +10,6 @@ import torch
 
 from moefold.checkpoint.run_states import CALLBACKS, RunStates
 from moefold.comm.groups import ParallelGroups
-from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
@@ -224,21 +223,12 @@ class Trainer:
         """Return the lines to log before the first step."""
         cfg = self._cfg
         loader = self.data_loader
-        messages = [
+        return (
             *self._initial_messages,
             *startup_lines(cfg, self.groups.device.type, loader.train_sampler, loader.validation_sampler),
             *filter(None, (self.train_step.model.message, self.checkpointing.init_message, loader.message)),
             *self.checkpointing.resume_messages,
-        ]
-        dp = cfg.parallel.dp
-        depends_on_dp = depends_on_data_parallel_size(cfg.model, cfg.moe)
-        checkpoint_dp = self.checkpointing.checkpoint_dp
-        if depends_on_dp and checkpoint_dp not in (None, dp):
-            messages.append(
-                f"moe.aux_kind='global_batch' depends on dp, which was {checkpoint_dp} and is {dp}: the loss "
-                "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
-            )
-        return tuple(messages)
+        )
 
 
 def _stage_of(callback: Callback) -> CallbackStage:

@@ -12,6 +12,7 @@ from moefold.checkpoint.save_load import checkpoint_meta
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.routing import mapping_notes
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
@@ -49,9 +50,9 @@ class SaveHistory:
 class Checkpointing(StageCallback):
     """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
-    `init_message` describes the source of the initial weights. `checkpoint_dp` is the dp of the loaded checkpoint.
-    `resume_messages` describe the learning rate and the counts after a resume. `total_save_s` is the time that saving
-    has blocked training on this rank.
+    `init_message` describes the source of the initial weights. `resume_messages` describe the learning rate, the counts
+    and the effects of another mapping after a resume. `total_save_s` is the time that saving has blocked training on
+    this rank.
     """
 
     stage = CallbackStage.SAVE
@@ -67,7 +68,6 @@ class Checkpointing(StageCallback):
         self.saver = open_saver(cfg, groups)
         self.total_save_s = 0.0
         self.init_message = ""
-        self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
         self._eval_loss: float | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
@@ -247,7 +247,6 @@ class Checkpointing(StageCallback):
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
         """Restore all objects of the run, or the objects without tensors if there is no path. Collective."""
         context.states.load(meta.states, path)
-        self.checkpoint_dp = meta.dp
         self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))
 
     def _load_weights(self, context: TrainingContext, folder: Path | None = None) -> str:
@@ -266,7 +265,7 @@ class Checkpointing(StageCallback):
         )
 
     def _resume_messages(self, context: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
-        """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
+        """Return the lines of the log about the effects of other settings after a checkpoint was loaded."""
         messages = [describe_schedule_change(meta.state_of("schedule"), self._cfg.run, self._cfg.train, meta.step)]
         is_padded = context.data.train_sampler.has_annotations
         is_old = "tokens_consumed" not in meta.state_of("position")
@@ -275,4 +274,5 @@ class Checkpointing(StageCallback):
                 f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
                 "padding and with skipped updates"
             )
+        messages += mapping_notes(self._cfg.model, self._cfg.moe, self._cfg.parallel, meta.parallel)
         return tuple(message for message in messages if message)
