@@ -601,7 +601,8 @@ class _MoECost(_BlockCost):
             recompute.append(("shared_experts", sum(work.seconds for work in shared)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
         drops = self.workload.capacity_factor > 0
-        if self.workload.is_megatron and self.workload.cuda_graphs == "full" and not drops:
+        has_full_graphs = not any(self.workload.launched)
+        if self.workload.is_megatron and has_full_graphs and not drops:
             forward.append(self._stash())
             backward.insert(0, self._stash())
         syncs = 1.0 if self.workload.drops_unpadded or not drops else 0.0
