@@ -4,11 +4,11 @@
       tests/planner/published/calibration_2026.csv tests/planner/published/dense_calibration.csv
 
 Every constant belongs to a device or a kernel, not to a model or a row. Each starts from a physical value, which is
-also the mean of its prior, so constants that the rows do not determine stay there. Folds are whole configurations of
-one source (model, GPU, number, precision, micro-batch and mapping), or whole sources. A fold is refitted on the
-derivatives of the errors at the fit of all rows, which costs nothing, so every fit is cross-validated; `--refit ROUNDS`
-also fits the constants to the rows outside each fold of configurations. `--unseen FILE` writes the cross-validated
-error of each row for `moefold plan-accuracy`.
+also the mean of its prior, so constants that the rows do not determine stay there. A fold is one configuration of one
+source (model, GPU, number, precision, micro-batch and mapping), or a whole source. It is refitted on the derivatives of
+the errors at the fit of all rows, which costs nothing, so every fit is cross-validated; `--refit ROUNDS` also fits the
+constants to the rows outside each of five groups of configurations. `--unseen FILE` writes the cross-validated error of
+each row for `moefold plan-accuracy`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ WEIGHTS = (1.0, 6.0, 0.25)
 training, untuned recipes. Dense models inform only the GEMMs, attention and pipelines."""
 PAPER_WEIGHT = 6.0
 """Factor on rows of arXiv:2504.14960, the only rows that compare mappings and methods of one case."""
-NUM_FOLDS = 5
+NUM_GROUPS = 5
 MAX_STEP = 0.25
 """Largest change of the logarithm of a constant in one iteration."""
 FloatArray = NDArray[np.float64]
@@ -181,10 +181,11 @@ class Sample:
 
     @property
     def configuration(self) -> str:
-        """Source, model, GPU, number, precision, micro-batch and mapping."""
+        """Source, model, GPU, number, precision, micro-batch and mapping, without the parts to recompute."""
         p = self.prediction
-        case = self.case
-        return f"{p.row['source']} {case.model} {case.gpu} {p.mapping.world_size} {p.precision} {p.mapping}"
+        m = p.mapping
+        axes = (m.mbs, m.tp, m.cp, m.pp, m.vpp, m.ep, m.etp, m.zero)
+        return f"{self.source} {self.case.model} {self.case.gpu} {m.world_size} {p.precision} {axes}"
 
     @property
     def source(self) -> str:
@@ -354,12 +355,12 @@ def main() -> None:
     for constant, value in zip(CONSTANTS, np.exp(x), strict=True):
         print(f"{constant.name:45} {min(value, constant.maximum):.4g}   (prior {constant.start:.4g})")
     print_errors(samples, errors, "all rows fitted")
-    folds = [str(crc32(s.configuration.encode()) % NUM_FOLDS) for s in samples]
-    unseen = cross_validate(samples, folds, x, errors, jacobian)
-    print_errors(samples, unseen, f"{NUM_FOLDS} folds of configurations of a source")
+    unseen = cross_validate(samples, [s.configuration for s in samples], x, errors, jacobian)
+    print_errors(samples, unseen, "one configuration of a source left out")
     if arguments.refit:
-        refitted = refit_folds(samples, folds, x, jacobian, arguments.refit)
-        print_errors(samples, refitted, f"{NUM_FOLDS} folds of configurations, each fitted again")
+        groups = [str(crc32(s.configuration.encode()) % NUM_GROUPS) for s in samples]
+        refitted = refit_folds(samples, groups, x, jacobian, arguments.refit)
+        print_errors(samples, refitted, f"{NUM_GROUPS} groups of configurations left out, each fitted again")
     by_source = cross_validate(samples, [s.source for s in samples], x, errors, jacobian)
     print_errors(samples, by_source, "one source left out")
     print_pairs(samples, by_source)

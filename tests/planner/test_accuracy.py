@@ -223,13 +223,23 @@ GOOD = {
 
 
 def test_micro_batch_and_virtual_stages_that_are_not_printed_are_chosen(tmp_path):
-    (chosen,) = validate_predictions(table(tmp_path / "t.csv", **GOOD)).predictions
+    cells = GOOD | {"source": "github:NVIDIA/x"}
+    (chosen,) = validate_predictions(table(tmp_path / "t.csv", **cells)).predictions
     assert chosen.mapping.vpp == 7
     assert chosen.mapping.etp == 1
     for size in ("1", "2", "4", "8"):
-        (given,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"mbs": size, "vpp": "1"})).predictions
+        (given,) = validate_predictions(table(tmp_path / "t.csv", **cells | {"mbs": size, "vpp": "1"})).predictions
         assert (given.mapping.mbs, given.mapping.vpp) == (int(size), 1)
         assert given.predicted == "OOM" or given.predicted <= chosen.predicted
+
+
+def test_third_parties_run_the_defaults_of_megatron_core():
+    """No virtual stages, and dropped tokens without padding; NVIDIA's recipes pad."""
+    cells = {column: GOOD.get(column, "") for column in COLUMNS} | {"method": "MCore token-drop"}
+    other, vendor = (parse_case(PublishedRow(cells | {"source": name})) for name in ("github:x", "github:NVIDIA/x"))
+    assert (other.mapping.vpp, vendor.mapping.vpp) == (1, 0)
+    assert (other.workload.drops_unpadded, vendor.workload.drops_unpadded) == (True, False)
+    assert not parse_case(PublishedRow(cells | {"source": "github:x", "method": "MCore"})).workload.drops_unpadded
 
 
 def test_the_tables_of_megatron_bridge_print_virtual_stages_where_there_are_any(tmp_path):
@@ -252,7 +262,12 @@ def bridge_case(model, gpu, release, page="docs/performance-summary.md", **cells
     [
         ("Qwen3-30B-A3B", "H100", "26.06", ("deepep", False, "none", ())),
         ("Qwen3-30B-A3B", "GB300", "26.04.01", ("deepep", False, "partial", ())),
-        ("Qwen3-30B-A3B", "GB300", "26.06", ("deepep", False, "full", ())),
+        ("Qwen3-30B-A3B", "GB300", "26.06", ("deepep", True, "full", ())),
+        ("Qwen3-235B-A22B", "B300", "26.04", ("deepep", False, "none", ())),
+        ("Kimi-K2", "H100", "26.02", ("alltoall", False, "none", ("mla_up", "dense_mlp"))),
+        ("GPT-OSS-120B", "H100", "26.06", ("alltoall", False, "none", ("norms", "expert_activation"))),
+        ("DeepSeek-V3", "H100", "25.09", ("deepep", False, "none", None)),
+        ("DeepSeek-V3", "B200", "25.09", ("alltoall", False, "none", None)),
         ("Qwen3-235B-A22B", "B200", "26.02", ("alltoall", False, "none", ())),
         ("DeepSeek-V3", "B200", "26.04", ("deepep", False, "none", ("mla_up",))),
         ("DeepSeek-V3", "B200", "26.04.01", ("deepep", True, "partial", ("mla_up",))),

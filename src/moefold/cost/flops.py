@@ -8,7 +8,7 @@ Conventions:
   look-up do not.
 * A training step is 3 forward passes: the backward pass has two GEMMs for each of the forward pass. Recomputation
   does not count ("model FLOPs", arXiv:2204.02311 app. B).
-* Attention is *full* by default, as in arXiv:2504.14960 and arXiv:2204.02311: each token attends to all seq_len keys.
+* Attention is *full* by default, as in arXiv:2204.02311: each token attends to all seq_len keys.
   `causal=True` counts the half that a causal mask leaves, seq_len / 2 keys for each token. A layer with a sliding
   window W counts the unmasked keys either way, W - W*W/(2*seq_len) on average: a sliding-window kernel computes no
   others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the

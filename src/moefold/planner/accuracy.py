@@ -104,13 +104,14 @@ class PublishedRow:
         if "torchtitan" in self["source"]:
             # A row that prints its activation checkpointing has its own settings.
             return "" if re.search(r"\bAC\b", self["note"]) else str(_RECIPES["torchtitan"])
-        if "Megatron-Bridge" not in self["source"] or self.release < (26,):
+        if "Megatron-Bridge" not in self["source"]:
             return ""
         bridge = _RECIPES["megatron-bridge"]
         if "verification_card" in self["source"]:
-            return str(bridge["card"])
+            return str(bridge["card"]) if self.release >= (26,) else ""
         found = bridge.get(find_model_name(self["model"]), {}).get(_parse_device_name(self["gpu"]), bridge["other"])
-        return str(found[max((since for since in found if _numbers(since) <= self.release), key=_numbers)])
+        containers = sorted((since for since in found if _numbers(since) <= self.release), key=_numbers)
+        return str(found[containers[-1]]) if containers else ""
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -234,8 +235,8 @@ def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
         etp=etp,
         dp=n // (tp * cp * pp),
         edp=n // (etp * ep * pp),
-        # Megatron-Bridge's tables print virtual stages where there are any.
-        vpp=1 if pp == 1 else row.positive_int("vpp") or int("Megatron-Bridge" in row["source"]),
+        # Megatron-Bridge's tables print virtual stages where there are any, and Megatron-Core has none by default.
+        vpp=1 if pp == 1 else row.positive_int("vpp") or int("Megatron-Bridge" in row["source"] or not _is_vendor(row)),
         mbs=row.positive_int("mbs") or (1 if is_paper else 0),
         zero=3 if has_fsdp else 1,
         dispatcher=_parse_dispatcher(row),
@@ -288,9 +289,10 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
         cuda_graphs="full" if has_full_graphs else graphs,
         has_tuned_host=_has_tuned_host(row),
         fused_experts=has_full_graphs,
+        drops_unpadded=drops and is_megatron and not _is_vendor(row),
         # The containers that introduced HybridEP also fused the activation.
         unfused_clamp=graphs == "none" and "hybridep" not in words and row.release < (26,),
-        counts_causal_attention=not is_paper and not (0,) < row.release < (25, 6),
+        counts_causal_attention=not (0,) < row.release < (25, 6),
         is_coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
         overlaps_dp_comm=not is_paper,
         shards_over_dp_only=is_paper,
@@ -303,10 +305,12 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
 
 def _has_tuned_host(row: PublishedRow) -> bool:
     """Return whether the vendor of the GPUs measured the row, and does not say that it tuned nothing."""
-    is_vendor = any(name in row["source"] for name in VENDOR_SOURCES)
-    # An issue in the vendor's repository is the run of a user.
-    is_vendor &= " issue" not in row["source"]
-    return is_vendor and not re.search(r"not (well )?tuned", row["note"])
+    return _is_vendor(row) and not re.search(r"not (well )?tuned", row["note"])
+
+
+def _is_vendor(row: PublishedRow) -> bool:
+    """Return whether the vendor of the GPUs measured the row. An issue in its repository is the run of a user."""
+    return any(name in row["source"] for name in VENDOR_SOURCES) and " issue" not in row["source"]
 
 
 def _parse_precision(row: PublishedRow, gpu: str) -> str:

@@ -118,7 +118,7 @@ def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -
 HIDDEN_DP_FRACTION = 0.9
 """Part of the gradient reductions and parameter all-gathers that the last backward and the first forward can hide."""
 
-EXPOSED_ZERO3_FRACTION = 0.1376
+EXPOSED_ZERO3_FRACTION = 0.1399
 """Part of the ZeRO-3 all-gathers and reduce-scatters of each micro-batch that compute does not hide even where there is
 enough of it. They share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all.
 A prefetch of one layer does not hide a gather that is longer than the layer before."""

@@ -59,6 +59,10 @@ tests/gpu_static/traces.json, 91 of an MoE layer with all-to-all on 8 ranks, 124
 DROP_KERNELS = Launches(20, 34)
 """Further kernels of moefold's layers that drop tokens. Source: the same traces."""
 
+UNPADDED_DROP_KERNELS = Launches(10, 3)
+"""Further kernels of Megatron-Core where it drops tokens without padding (`TrainingWorkload.drops_unpadded`). Source: a
+count in megatron-core 0.14.0, of the mask of kept tokens, their sum, and the masked indices and probabilities."""
+
 FULL_SPEED_HEAD_SIZE = 128
 """Width of a head from which attention has its full rate. Smaller heads need as many exponentials. Source:
 arXiv:2407.08608 fig. 5 and 6."""
@@ -66,9 +70,9 @@ arXiv:2407.08608 fig. 5 and 6."""
 MIN_ATTENTION_LENGTH = 256.0
 """Tokens of the shortest sequence whose rate depends on its length. Shorter ones have its rate. Not fitted."""
 
-RING_KERNELS = 18.79
+RING_KERNELS = 14.92
 """Kernels of one forward step of ring attention: sends, halves, attention, corrections. Source: fit on Qwen3-235B at
-64K and 128K on H100 and GB300, and on the rows of arXiv:2504.14960 with cp. Range: 16 to 22, prior 16."""
+64K and 128K on H100 and GB300, and on the rows of arXiv:2504.14960 with cp. Range: 13 to 19, prior 16."""
 
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
@@ -79,14 +83,14 @@ ROUTER_PEAK_SHARE = 0.1
 """Rate of the router's GEMM in float32 over the bf16 peak. Assumed, not fitted. Range: 0.07 (float32 of an H100 without
 tensor cores) to 0.5 (TF32)."""
 
-ROUTER_BYTES = 59.54
+ROUTER_BYTES = 62.01
 """Bytes that the router's forward pass moves for each token and expert: scores, top-k, masks and counts in float32.
 Source: fit, prior 60."""
 
-UNFUSED_PERMUTE_PASSES = 1.459
+UNFUSED_PERMUTE_PASSES = 1.41
 """Memory traffic of a permutation by separate kernels over the traffic of a fused one. Source: fit, prior 1.5."""
 
-UNFUSED_CLAMP_FACTOR = 4.314
+UNFUSED_CLAMP_FACTOR = 4.306
 """Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026. Source: fit,
 prior 2, on GPT-OSS-120B on 64 B200, with 8,213 tokens/s in the container 25.11 and 13,722 in the next one."""
 
@@ -95,11 +99,11 @@ EXPERT_KERNELS = Launches(2, 4)
 CAST_KERNELS = Launches(2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
-EXPERT_LAUNCH_SHARE = 0.2172
+EXPERT_LAUNCH_SHARE = 0.2176
 """Host time of the launch of one expert's GEMM over the time of another launch: a C++ loop over several streams
 launches them, and their gaps overlap. Source: fit, prior 0.2."""
 
-RECURRENCE_BYTES = 118.5
+RECURRENCE_BYTES = 116.8
 """Bytes that the forward pass of a recurrence moves for each token and row of the output projection: convolution, chunk
 states, scan and gate, each a memory-bound kernel. Source: fit, prior 190."""
 
@@ -117,7 +121,7 @@ ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 BACKWARD_PASSES = 1.6
 """Memory traffic of norms and residuals in the backward pass over their traffic in the forward pass. Not fitted."""
 
-CLAMPED_SWIGLU_PASSES = 11.08
+CLAMPED_SWIGLU_PASSES = 11.28
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels. Source: fit,
 prior 8."""
 
@@ -450,8 +454,7 @@ class _MixerCost(_BlockCost):
         # Partial outputs are corrected in float32: read, scaled, added, written.
         merge_s = cp * self.gemm.memory_bound_s(12 * self.local_tokens * core.heads * core.value_width)
         # The keys of sparse attention are gathered before any is selected.
-        is_exposed = core.selected or not self.workload.overlaps_dp_comm
-        overlap = 0.0 if is_exposed else (cp - 1) / cp
+        overlap = 0.0 if core.selected else (cp - 1) / cp
         forward_s, backward_s = (
             max(step_s, passes * (cp - 1) * step_s - overlap * hidden_s) + passes * (launches_s + merge_s)
             for passes, hidden_s in ((1, core_s), (2, core_back_s))
@@ -597,8 +600,24 @@ class _MoECost(_BlockCost):
             kernels = kernels.plus(self.kernel_counts("shared_experts"))
             recompute.append(("shared_experts", sum(work.seconds for work in shared)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
-        syncs = 0.0 if self.workload.capacity_factor else 1.0
+        drops = self.workload.capacity_factor > 0
+        has_full_graphs = not any(self.workload.launched)
+        if self.workload.is_megatron and has_full_graphs and not drops:
+            forward.append(self._stash())
+            backward.insert(0, self._stash())
+        syncs = 1.0 if self.workload.drops_unpadded or not drops else 0.0
         return BlockTime(tuple(forward), tuple(backward), weights_s, kernels, syncs, tuple(recompute))
+
+    def _stash(self) -> CostItem:
+        """Return the copy of the experts' saved tensors, which Megatron-Core keeps out of the buffers of a full graph.
+
+        These buffers have room for the most tokens that a rank may get. The operands of both GEMMs are saved in their
+        precision, the activation's inputs in the compute type.
+        """
+        gemm = self.gemm
+        operands = gemm.element_bytes * (self.expert_hidden_size + self.width)
+        saved = operands + gemm.value_bytes * (self.num_matrices - 1) * self.width
+        return CostItem("permute", gemm.memory_bound_s(2 * self.expert_tokens * saved))
 
     def _activation_again_s(self) -> float:
         """Return the seconds of recomputing the experts' activation."""
@@ -620,6 +639,8 @@ class _MoECost(_BlockCost):
             return Launches(kernels.forward / 2, kernels.backward / 2)
         if not self.workload.is_megatron:
             return kernels.plus(DROP_KERNELS) if self.workload.capacity_factor > 0 else kernels
+        if self.workload.drops_unpadded:
+            kernels = kernels.plus(UNPADDED_DROP_KERNELS)
         of_expert = EXPERT_KERNELS.plus(CAST_KERNELS) if self.gemm.quantize_bytes > 0 else EXPERT_KERNELS
         return kernels.plus(of_expert, EXPERT_LAUNCH_SHARE * self.local_experts)
 

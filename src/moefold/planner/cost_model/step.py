@@ -37,7 +37,7 @@ COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
 TIME_CATEGORIES = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
 """Parts of a step. Every second belongs to one of them."""
 
-HIDDEN_ALL_TO_ALL_FRACTION = 0.5975
+HIDDEN_ALL_TO_ALL_FRACTION = 0.588
 """Part of the expert all-to-all that overlap can hide if there is enough compute. The first and last all-to-all have no
 compute to run under. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
 
@@ -48,18 +48,18 @@ HIDDEN_P2P_FRACTION = 0.8
 """Part of the p2p sends between stages that interleaved schedules hide under other chunks."""
 
 
-TUNED_HOST_FRACTION = 0.6632
+TUNED_HOST_FRACTION = 0.6653
 """Host time of a launch in runs that the vendor of the GPUs tuned (`TrainingWorkload.has_tuned_host`) over other runs.
 Fitted on third parties' Qwen3-30B on 8 B200 and Qwen3-235B on 256 H800, and on the vendor's runs of both models."""
 
-CHUNK_CALL_S = 0.0001053
+CHUNK_CALL_S = 0.0001031
 """Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
 receives are posted, and the next chunk is called."""
 
 HOST_DEVICE_NORM = 4
 """Exponent of the norm that joins the seconds of host and device. If infinite, they never wait for each other."""
 
-GRAPH_GAP_SHARE = 0.455
+GRAPH_GAP_SHARE = 0.4799
 """Gap between two kernels of a CUDA graph over `Device.kernel_gap_s`."""
 
 EXPOSED_OFFLOAD_FRACTION = 0.05

@@ -84,6 +84,9 @@ class TrainingWorkload:
     fused_experts: bool = False
     """True if grouped GEMMs of mxfp8 fuse quantisation, SwiGLU and permutation (CuTe DSL kernels of 2026 on Blackwell),
     instead of separate memory-bound passes. Other activations and precisions have no such kernels."""
+    drops_unpadded: bool = False
+    """True if Megatron-Core drops tokens without padding experts to their capacity, its default: the host waits for the
+    number of kept tokens. NVIDIA's recipes pad (`MegatronTokenDropCallback` of nemo-toolkit 2.5.3)."""
     unfused_clamp: bool = False
     """True if separate kernels compute a clamped activation with biases, as Megatron-Core did up to 2025."""
     counts_causal_attention: bool = False
@@ -95,9 +98,9 @@ class TrainingWorkload:
     is_coupled: bool = False
     """True if the experts' ranks lie within data parallelism, as before folding: ep neighbours are tp*cp apart."""
     overlaps_dp_comm: bool = True
-    """True if parameter all-gathers, gradient reductions and the sends of ring attention overlap with compute. One
-    hardware queue for all kernels, which tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1),
-    serialises them."""
+    """True if parameter all-gathers and gradient reductions overlap with compute. One hardware queue for all kernels,
+    which tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1), serialises them. The sends of
+    ring attention are launched before the kernels that hide them, and overlap in any case."""
     shards_over_dp_only: bool = False
     """True if ZeRO shards over dp and replicates over cp, as FSDP did at the time of arXiv:2504.14960 (its table 3
     prints OOM for 465B parameters on 256 GPUs with cp=8)."""
