@@ -46,15 +46,19 @@ def activation_table(
     return np.hstack([of_layers.reshape(len(PARTS), -1), _by_part(ends[name] for name in END_COLUMNS)])
 
 
-def layer_table(formula: ActivationMemory, kind: Layer) -> ByteTable:
-    """Return the bytes of a layer of a kind by part, [`PARTS`, `LAYER_COLUMNS`]."""
+def layer_table(formula: ActivationMemory, kind: Layer, *, overlaps: bool = True) -> ByteTable:
+    """Return the bytes of a layer of a kind by part, [`PARTS`, `LAYER_COLUMNS`].
+
+    Args:
+        overlaps: whether two micro-batches may be computed at a time. Otherwise their snapshots have no bytes.
+    """
     found = {
         "saved": formula.saved_by_kind[kind],
         "transient": formula.transient[kind],
         "recompute_peak": formula.recompute_peak[kind],
         "delayed_wgrad": formula.delayed_wgrad_layer(kind),
         "concurrent_wgrad": formula.delayed_wgrad_concurrent(kind),
-        **_snapshot_points(formula, kind),
+        **(_snapshot_points(formula, kind) if overlaps else {}),
     }
     return _by_part(found.get(name, BytesByPart()) for name in LAYER_COLUMNS)
 

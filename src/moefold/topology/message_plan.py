@@ -24,7 +24,7 @@ DURATIONS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """Simulated durations of the actions. They decide how far ahead messages are received, not whether a plan is safe."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)
 class Receive:
     """Allocate a buffer for a message and post its receive."""
 
@@ -33,7 +33,7 @@ class Receive:
     """Pipeline rank that sends."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)
 class Send:
     """Start to send a message."""
 
@@ -42,7 +42,7 @@ class Send:
     """Pipeline rank that receives."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)
 class Release:
     """Wait until a message is sent, and free it."""
 
@@ -63,7 +63,10 @@ def consumer(result: ActionResult, num_stages: int) -> int | None:
 
 def received(action: Action, num_stages: int) -> ActionResult | None:
     """Return the hidden states or the gradient that an action needs from another stage, or None."""
-    return next((result for result in action.consumes(num_stages) if result[0] != action.stage), None)
+    stage, kind, micro_batch = action
+    if kind == "F":
+        return (stage - 1, "F", micro_batch) if stage else None
+    return (stage + 1, "I", micro_batch) if kind != "W" and stage + 1 < num_stages else None
 
 
 def plan_messages(rows: Sequence[SlotRow], stage_ranks: Sequence[int]) -> tuple[RankPlan, ...]:

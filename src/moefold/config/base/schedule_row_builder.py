@@ -1,6 +1,6 @@
 """Builder of the rows of pipeline schedules."""
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 
 from moefold.config.base.pipeline_actions import Action, Slot, SlotRow
 
@@ -10,7 +10,7 @@ class RowBuilder:
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
-        self._next: Counter[tuple[int, str]] = Counter()
+        self._next = defaultdict[tuple[int, str], int](int)
         self._pending_weight_grads = deque[int]()
 
     @property
@@ -20,7 +20,8 @@ class RowBuilder:
 
     def add(self, stage: int, kinds: str) -> None:
         """Append the next micro-batch of each of these kinds, one per slot; B advances both I and W."""
-        self._slots += [(self._next_action(stage, kind),) for kind in kinds]
+        for kind in kinds:
+            self._slots.append((self._next_action(stage, kind),))
 
     def add_pair(self, forward: int, backward: int) -> None:
         """Append a pair: the forward pass of one stage and the whole backward pass of another micro-batch."""

@@ -8,12 +8,12 @@ as many NICs as ranks of the group.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb, log2
+from typing import NamedTuple
 
 from moefold.cost.hardware import Device, NetworkLink
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Ranks `first + i * stride`, i < size."""
 
     size: int

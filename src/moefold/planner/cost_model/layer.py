@@ -161,8 +161,7 @@ def projections_of(layer: Layer) -> Projections:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CostItem:
+class CostItem(NamedTuple):
     """One timed operation of a layer."""
 
     part: str

@@ -92,8 +92,7 @@ class LayerTime:
         return float(np.ravel(self.parts[part])[0])
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimes:
+class PassTimes(NamedTuple):
     """Seconds of the micro-batches under some pipelines and strategies, without data parallelism and the optimizer."""
 
     seconds: Seconds

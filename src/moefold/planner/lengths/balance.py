@@ -3,8 +3,8 @@
 Micro-batch sets are drawn once, with a fixed seed, and all mappings and placements are priced with the same documents.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -208,20 +208,56 @@ def plan_loads(
     ranks_per_node: int = 0,
 ) -> MicroBatchSetLoads:
     """Plan the attention of some micro-batch sets, as the runtime does."""
-    nodes = np.arange(shape.num_ranks) // (ranks_per_node or shape.num_ranks)
-    plans = [plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in sets]
-    exchanges = [plan.exchange() for plan in plans] if strategy.is_planned else []
-    kinds = {"keys": [x.keys for x in exchanges], "queries": [x.queries for x in exchanges]}
-    kinds |= {f"remote_{name}": [_between_nodes(x, nodes) for x in found] for name, found in kinds.items()}
-    pairs = np.concatenate([plan.pairs for plan in plans]).astype(float)
-    rows = np.concatenate([plan.stops_K - plan.firsts_K for plan in plans])
+    ranks = shape.num_ranks
+    nodes = np.arange(ranks) // (ranks_per_node or ranks)
+    plan = _side_by_side([plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in sets])
+    exchanged: dict[str, Transfers] = {}
+    if strategy.is_planned:
+        exchange = plan.exchange()
+        exchanged = {"keys": exchange.keys, "queries": exchange.queries}
+        all_nodes = np.tile(nodes, len(sets))
+        exchanged |= {f"remote_{name}": _between_nodes(x, all_nodes) for name, x in exchanged.items()}
+    pairs = plan.pairs.astype(float)
     tokens = shape.num_tokens * len(sets)
+    num_rows = {name: x.num_rows / tokens for name, x in exchanged.items()}
+    most_rows = {
+        name: np.maximum(x.sent(len(sets) * ranks), x.received(len(sets) * ranks)) for name, x in exchanged.items()
+    }
     return MicroBatchSetLoads(
-        pairs=np.stack([plan.pairs_of_ranks for plan in plans]).astype(float),
-        kernel_rows=float((pairs * rows).sum() / pairs.sum()),
-        exchanged={name: _rows_of_ranks(found, shape.num_ranks) for name, found in kinds.items() if found},
-        moved_queries=sum(x.num_rows for x in kinds["queries"]) / tokens,
-        received_keys=sum(x.num_rows for x in kinds["keys"]) / tokens,
+        pairs=plan.pairs_of_ranks.reshape(-1, ranks).astype(float),
+        kernel_rows=float((pairs * (plan.stops_K - plan.firsts_K)).sum() / pairs.sum()),
+        exchanged={name: rows.reshape(-1, ranks).astype(float) for name, rows in most_rows.items()},
+        moved_queries=num_rows.get("queries", 0.0),
+        received_keys=num_rows.get("keys", 0.0),
+    )
+
+
+def _side_by_side(plans: Sequence[AttentionPlan]) -> AttentionPlan:
+    """Join the plans of micro-batch sets of a shape into one plan: each set has further ranks and further tokens."""
+    placements = [plan.placement for plan in plans]
+    shape = placements[0].shape
+    num_tokens = shape.num_tokens
+    num_documents = np.cumsum([0, *(len(placement.bounds_N) - 1 for placement in placements)])
+
+    def shifted(columns: Iterable[Integers], shift: Integers) -> Integers:
+        return np.concatenate([column + by for column, by in zip(columns, shift, strict=True)])
+
+    tokens = np.arange(len(plans)) * num_tokens
+    ranks = np.arange(len(plans)) * shape.num_ranks
+    bounds_N = shifted((placement.bounds_N[:-1] for placement in placements), tokens)
+    return AttentionPlan(
+        Placement(
+            replace(shape, dp=shape.dp * len(plans)),
+            bounds_N=np.append(bounds_N, len(plans) * num_tokens),
+            ranks_M=shifted((placement.ranks_M for placement in placements), ranks),
+            firsts_M=shifted((placement.firsts_M for placement in placements), tokens),
+            lengths_M=np.concatenate([placement.lengths_M for placement in placements]),
+        ),
+        window=plans[0].window,
+        documents_K=shifted((plan.documents_K for plan in plans), num_documents[:-1]),
+        firsts_K=shifted((plan.firsts_K for plan in plans), tokens),
+        stops_K=shifted((plan.stops_K for plan in plans), tokens),
+        compute_ranks_K=shifted((plan.compute_ranks_K for plan in plans), ranks),
     )
 
 
@@ -229,11 +265,6 @@ def _between_nodes(transfers: Transfers, nodes: Integers) -> Transfers:
     """Return the transfers between ranks of different nodes."""
     leaves = nodes[transfers.sources_X] != nodes[transfers.destinations_X]
     return Transfers(*(column[leaves] for column in transfers))
-
-
-def _rows_of_ranks(sets: Sequence[Transfers], num_ranks: int) -> Floats:
-    """Return the rows that each rank sends or receives in each micro-batch set, the larger number, [sets, ranks]."""
-    return np.stack([np.maximum(x.sent(num_ranks), x.received(num_ranks)) for x in sets]).astype(float)
 
 
 def plan_of(

@@ -157,17 +157,14 @@ class ActivationMemoryTable:
         return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them.
-
-        Overlap decides only which columns are counted.
-        """
+        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them."""
         dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
         ep = mapping.ep if has_ep else min(mapping.ep, 2)
         imbalance = min(self.workload.max_over_mean(mapping.ep), mapping.ep)
         size = self._table_cp(mapping), self._table_mbs(mapping)
-        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher)
+        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
 
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
@@ -219,12 +216,12 @@ class ActivationMemoryTable:
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""
-        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp, self._table_cp(m), self._table_mbs(m))
+        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp, self._table_cp(m), self._table_mbs(m), m.overlap)
         return (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
 
     @memoised(_layer_key)
     def _layer_table(self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping) -> ByteTable:
-        return layer_table(formula, layer)
+        return layer_table(formula, layer, overlaps=mapping.overlap)
 
     def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
         """Return the runtime's formula for a mapping, without pipeline stages."""

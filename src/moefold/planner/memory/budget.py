@@ -5,7 +5,7 @@ order of the schedule. They are linear in a few counts (`cost/peak_candidates.py
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,13 +123,14 @@ class MemoryModel:
         self,
         mapping: ParallelMapping,
         strategies: MemoryStrategies,
-        which: NDArray[np.intp] | slice = slice(None),
+        which: Sequence[int] | NDArray[np.intp] | None = None,
     ) -> NDArray[np.float64]:
         """Return the bytes of the fullest rank with some of the memory strategies, not the mapping's own, [which]."""
         snapshots = self._all_snapshots(mapping)
-        activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies)[which].T
+        wanted = strategies if which is None else MemoryStrategies(strategies[i] for i in which)
+        activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, wanted).T
         if mapping.overlap:
-            activations[snapshots.occurrence[:, strategies.recomputes_comm[which]] == 0] = -np.inf
+            activations[snapshots.occurrence[:, wanted.recomputes_comm] == 0] = -np.inf
         states = snapshots.states @ self.state_memory.total_bytes(mapping) + self.workspace(mapping)
         # During the update there are no activations.
         update = (states + self.state_memory.update_bytes(mapping, snapshots.states)).max()

@@ -130,7 +130,7 @@ MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
     },
     "pipeline": {
         validate_batch_size: ("dp", "mbs"),
-        validate_micro_batch_count: ("dp", "pp", "mbs", "schedule"),
+        validate_micro_batch_count: ("step", "pp", "schedule"),
     },
     "kernels": {validate_dispatch_kernels: ("ep", "etp", "dispatcher", "overlap")},
     "dispatcher": {
@@ -170,17 +170,14 @@ class MappingConstraints:
 
     def config_with(self, values: AxisValues) -> Config:
         """Return the recipe with another mapping. Axes that are left out stay unchanged."""
-        changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
+        changes: dict[str, dict[str, Any]] = {}
         for axis, value in values.items():
             section, key = AXIS_KEYS[axis]
             own = getattr(getattr(self.base_config, section), key)
             # A kind stands for the recipe's part of this kind, with its settings.
-            changes[section][key] = own if isinstance(own, Part) and own.kind == value else value
-        return replace(
-            self.base_config,
-            parallel=replace(self.base_config.parallel, **changes["parallel"]),
-            train=replace(self.base_config.train, **changes["train"]),
-        )
+            changes.setdefault(section, {})[key] = own if isinstance(own, Part) and own.kind == value else value
+        sections = {name: replace(getattr(self.base_config, name), **keys) for name, keys in changes.items()}
+        return replace(self.base_config, **sections)
 
     def allows(self, level: str, values: AxisValues) -> bool:
         """Return whether a mapping satisfies the rules of a level of `MAPPING_RULES`, given the axes that they read."""

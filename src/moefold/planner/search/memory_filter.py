@@ -9,9 +9,9 @@ ends the walk.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from heapq import heapify, heappop
 from itertools import product
 from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +136,9 @@ class MemoryFilter:
 
     def _least_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteCounts:
         """Return the most bytes of mappings at three snapshots of the step, [pipelines, placements, strategies]."""
-        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies)
+        # Overlap adds snapshots, of which these three have none.
+        plain = choice._replace(overlap=False).mapping()
+        saved = self.memory_model.activation_memory.total_bytes(plain, strategies)
         states, inputs = self._peak_counts(choice)
         held = states @ self._persistent_bytes(choice).T + self.memory_model.workspace(choice.mapping())
         found: ByteCounts = (held[:, :, :, None] + (inputs @ saved.T)[:, :, None, :]).max(axis=1)
@@ -158,20 +160,22 @@ class MemoryFilter:
     ) -> Iterator[SizedMapping]:
         """Yield mappings that may need fewer bytes than `room`, or, without it, fewer than all mappings before."""
         limit = room
-        queue: list[tuple[float, int, AttentionView, Fold]] = []
-        for view in self.space.views:
-            folds = self.space.folds_of(view)
-            for bound, fold in zip(self._fold_bounds(view, folds, strategies, pick), folds, strict=True):
-                queue.append((bound, len(queue), view, fold))
-        heapify(queue)
-        while queue and queue[0][0] < limit:
-            _, _, view, fold = heappop(queue)
-            # The dispatcher's own rules may forbid the smallest micro-batches.
-            legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
-            for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
-                for sized in self._sized(fold, size, pipelines, strategies, pick, limit):
-                    limit = room if room < inf else min(limit, sized[0])
-                    yield sized
+        # With a room the order does not matter, so that the first mapping that fits ends the walk.
+        for views in ([view] for view in self.space.views) if room < inf else [self.space.views]:
+            queue: list[tuple[float, int, AttentionView, Fold]] = []
+            for view in views:
+                folds = self.space.folds_of(view)
+                for bound, fold in zip(self._fold_bounds(view, folds, strategies, pick), folds, strict=True):
+                    queue.append((bound, len(queue), view, fold))
+            for bound, _, view, fold in sorted(queue, key=itemgetter(0)):
+                if bound >= limit:
+                    break
+                # The dispatcher's own rules may forbid the smallest micro-batches.
+                legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
+                for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
+                    for sized in self._sized(fold, size, pipelines, strategies, pick, limit):
+                        limit = room if room < inf else min(limit, sized[0])
+                        yield sized
 
     def _sized(
         self,

@@ -20,6 +20,7 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -229,7 +230,7 @@ class Search:
         if node.passes_s < 0:
             # The attention of documents is planned only where its lower bound may win.
             for model in dict.fromkeys((self.cost_model.lower_bounds, self.cost_model)):
-                passes_s, bound = self._step_bound_s(model, node.fold, *sizes[node.mbs_index], zeros)
+                passes_s, bound = self._step_bound_s(model, node.fold, sizes[node.mbs_index], zeros, limit_s)
                 if bound >= limit_s:
                     return
             refined = node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)
@@ -321,15 +322,26 @@ class Search:
         return seconds
 
     def _step_bound_s(
-        self, model: CostModel, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
+        self,
+        model: CostModel,
+        fold: Fold,
+        sizes: tuple[int, tuple[PipelineVariant, ...]],
+        zeros: Collection[int],
+        limit_s: float,
     ) -> tuple[float, float]:
-        """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages."""
+        """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages.
+
+        Args:
+            sizes: the micro-batch size, and its pipelines.
+            limit_s: the bound of a step that takes longer.
+        """
+        size, pipelines = sizes
         plain = self._plain_pipelines(fold, pipelines)
         fastest = self._layer_bounds[self._layers_key(fold, size)][1] or self._dispatchers(fold, size)[0]
         choice = MicroBatchChoice(fold, size, fastest, False, plain)
         # Overlap only hides communication.
         passes = model.pass_times(choice._replace(overlap=True).mapping(), plain)
-        least_s = inf
+        least_s = limit_s
         stages = {zero for zero, _ in self.memory.placements if zero in zeros}
         # ZeRO-2 only reduces more often than ZeRO-1.
         least_stages = stages - {2} if 1 in stages else stages
@@ -377,8 +389,8 @@ class Search:
         plain = self._plain_pipelines(fold, pipelines)
         fastest = inf
         choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self._dispatchers(fold, size)]
-        times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
-        for choice, seconds in sorted(times.items(), key=lambda item: item[1]):
+        times = (float(self.cost_model.model_s(choice.mapping())) for choice in choices)
+        for seconds, choice in sorted(zip(times, choices, strict=True), key=itemgetter(0)):
             legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
             if not legal:
                 continue
@@ -388,6 +400,7 @@ class Search:
                 yield choice._replace(pipelines=legal)
                 fastest = fastest if has_own else seconds
 
+    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
         found = self.space.dispatchers(fold, mbs)
