@@ -15,6 +15,7 @@
 
 /* Queries of a tile. */
 #define QUERIES 32
+#define CACHE_LINE 64
 
 /* First position that a query attends to, which is itself at position length - 1. */
 static inline int64_t first_position(int64_t length, int64_t window) {
@@ -138,12 +139,29 @@ static void add_weights(tile_state *state, int64_t count, int64_t keys) {
   }
 }
 
+/* The page of a run, of the keys or the values of all heads. */
+static inline const void *page_of(const void *pages, paged_cache cache, query_tile t, page_run run, int64_t d) {
+  return offset_pointer(pages, (run.page * cache.groups + t.group) * d * KEYS, cache.is_bfloat16);
+}
+
+/* Fetch the first `used` numbers of each line of a page: no processor foresees where the next one is. Inlined, because
+   gcc removes calls of a function without effects. */
+ALWAYS_INLINE void fetch_page(const char *line, int64_t is_bfloat16, int64_t lines, int64_t width, int64_t used) {
+  const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+  for (const char *const stop = line + lines * width * size; line < stop; line += width * size)
+    for (int64_t i = 0; i < used * size; i += CACHE_LINE) __builtin_prefetch(line + i, 0, 2);
+}
+
+ALWAYS_INLINE void fetch_keys(paged_cache cache, query_tile t, page_run run, int64_t d) {
+  fetch_page(page_of(cache.keys, cache, t, run, d), cache.is_bfloat16, d, KEYS, run.keys);
+}
+
 /* Compute the attention of the queries of a tile. */
 static void attend_tile(query_view q, query_view out, paged_cache cache, query_tile t, int64_t d, float scale) {
   tile_state state;
   float copy[MAX_HEAD_DIM * KEYS] __attribute__((aligned(64)));
-  page_run runs[QUERIES];
-  const int64_t count = t.rows * t.heads, width = padded_width(d), page_size = d * KEYS;
+  page_run buffers[2][QUERIES], *runs = buffers[0], *next = buffers[1];
+  const int64_t count = t.rows * t.heads, width = padded_width(d);
   int64_t begin = INT64_MAX, stop = 0;
   for (int64_t r = 0; r < t.rows; r++) {
     begin = min_i64(begin, first_block(cache, t.row + r)), stop = max_i64(stop, cache.lengths[t.row + r]);
@@ -159,24 +177,32 @@ static void attend_tile(query_view q, query_view out, paged_cache cache, query_t
   memset(state.acc, 0, count * width * sizeof *state.acc);
   const int64_t summed = (count + SUMMED_QUERIES - 1) / SUMMED_QUERIES * SUMMED_QUERIES;
   memset(state.scores + count * KEYS, 0, (summed - count) * KEYS * sizeof *state.scores);
+  /* The keys of as many runs of the next block as there are in this one are fetched before it. */
+  int64_t num_runs = split_rows(runs, cache, t, begin), num_fetched = 0;
   for (int64_t key = begin; key < stop; key += KEYS) {
-    const int64_t num_runs = split_rows(runs, cache, t, key);
+    const int64_t num_next = key + KEYS < stop ? split_rows(next, cache, t, key + KEYS) : 0;
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_runs; i++) num_rows += runs[i].stop - runs[i].first;
     /* The weights of queries that read no key of the block are 0. */
     if (num_rows < t.rows) memset(state.scores, 0, count * KEYS * sizeof *state.scores);
     for (int64_t i = 0; i < num_runs; i++) {
-      const void *page = offset_pointer(cache.keys, (runs[i].page * cache.groups + t.group) * page_size, cache.is_bfloat16);
+      const void *page = page_of(cache.keys, cache, t, runs[i], d);
+      if (i + 1 < num_runs && i + 1 >= num_fetched) fetch_keys(cache, t, runs[i + 1], d);
+      fetch_page(page_of(cache.values, cache, t, runs[i], d), cache.is_bfloat16, 1, KEYS * d,
+                 runs[i].keys * d);
       weigh_keys(&state, page_keys(copy, page, cache.is_bfloat16, d), cache, t, runs[i], key, d, scale);
     }
     add_weights(&state, count, min_i64(KEYS, stop - key));
     for (int64_t i = 0; i < num_runs; i++) {
-      const void *page = offset_pointer(cache.values, (runs[i].page * cache.groups + t.group) * page_size, cache.is_bfloat16);
+      const void *page = page_of(cache.values, cache, t, runs[i], d);
+      if (i < num_next) fetch_keys(cache, t, next[i], d);
       const float *value_rows = page_rows(copy, width, page, cache.is_bfloat16, runs[i].keys, d);
       const int64_t from = runs[i].first * t.heads, queries = runs[i].stop * t.heads - from;
       tiled_gemm(1, queries, width, runs[i].keys, state.scores + from * KEYS, KEYS, 1, value_rows, width,
                  state.acc + from * width, width);
     }
+    page_run *const read = runs;
+    runs = next, next = read, num_fetched = num_runs, num_runs = num_next;
   }
   for (int64_t n = 0; n < count; n++) {
     const int64_t head = t.head + n % t.heads;
