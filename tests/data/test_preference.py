@@ -76,7 +76,6 @@ def test_formats_of_a_labelled_completion():
         ({"prompt": "p", "chosen": "a", "rejected": 3}, "column 'rejected' holds a number, not text"),
         ({"prompt": [{"content": "p"}], "chosen": "a", "rejected": "b"}, "message 1 has no role"),
     ],
-    ids=str,
 )
 def test_a_row_that_is_not_a_pair_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:
@@ -99,7 +98,6 @@ def test_a_column_given_twice_is_refused():
         ({"prompt": "p", "completion": "a", "label": 1}, '"label" is 1, and must be true (desirable) or false'),
         ({"completion": "a", "label": True}, "no column 'prompt'"),
     ],
-    ids=str,
 )
 def test_a_row_without_a_label_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:
