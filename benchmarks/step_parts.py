@@ -95,23 +95,23 @@ class StepBreakdown:
         self._dtype = TORCH_DTYPES[cfg.run.dtype]
         self._element_bytes = torch.empty((), dtype=self._dtype).element_size()
         self._model = build_layers(cfg, [0], device, is_whole=part == "model")
-        self._moe = next(iter(self._model.moe_layers().values()))
+        self.moe = next(iter(self._model.moe_layers().values()))
         with torch.no_grad():
-            self._moe.router.weight.copy_(router)
+            self.moe.router.weight.copy_(router)
         self._x = x.to(self._dtype)
         self._x_TH = self._x.flatten(0, 1)
         with torch.no_grad():
             self._positions = TokenPositions(MicroBatchGroup(), len(x), torch.arange(x.shape[1], device=device))
-            routing = self._moe.router(self._x_TH, self._positions)
-        self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
-        if self._moe.has_zero_experts:
-            self._routing_map, _ = split_zero_experts(self._routing_map, cfg.model.experts.num_experts)
-        experts = self._moe.experts
+            routing = self.moe.router(self._x_TH, self._positions)
+        self.routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
+        if self.moe.has_zero_experts:
+            self.routing_map, _ = split_zero_experts(self.routing_map, cfg.model.experts.num_experts)
+        experts = self.moe.experts
         # As in `Dispatcher.run`, for one rank.
         self._applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
         self._is_fused = experts.ops.fuses_permutation and self._applies_probs and not experts.probs_on_input
         with torch.no_grad():
-            _, metadata = self._moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
+            _, metadata = self.moe.dispatcher.dispatch_preprocess(self._x_TH, self.routing_map)
         self._rows_per_expert = [int(count) for count in metadata.tokens_per_expert]
 
     def parts(self) -> list[StepPart]:
@@ -184,7 +184,7 @@ class StepBreakdown:
         )
 
     def _moe_parts(self) -> Iterator[StepPart]:
-        moe = self._moe
+        moe = self.moe
         model = self._cfg.model
         layers = self._cfg.model.num_layers
         tokens_bytes = self._x.numel() * self._element_bytes
@@ -205,13 +205,13 @@ class StepBreakdown:
 
     def _permutation_and_expert_parts(self, tokens_bytes: int, rows_bytes: int) -> Iterator[StepPart]:
         """Yield the permutation, the experts and the combine by the calls of `Dispatcher.run`."""
-        moe = self._moe
+        moe = self.moe
         model = self._cfg.model
         layers = model.num_layers
-        probs_bytes = 4 * self._routing_map.ids_TK.numel()
+        probs_bytes = 4 * self.routing_map.ids_TK.numel()
         inner_bytes = 3 * sum(self._rows_per_expert) * model.experts.intermediate_size * self._element_bytes
         experts_bytes = 2 * inner_bytes + self._weight_bytes(moe.experts)
-        rows, metadata = moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
+        rows, metadata = moe.dispatcher.dispatch_preprocess(self._x_TH, self.routing_map)
         probs_R = None
         if self._applies_probs:
             probs_R, metadata = moe.dispatcher.dispatch_probs(metadata)
@@ -243,28 +243,28 @@ class StepBreakdown:
             self.expert_flops,
             4 * rows_bytes + experts_bytes,
         )
-        probs_TK = self._routing_map.probs_TK
+        probs_TK = self.routing_map.probs_TK
         combine = _forward_backward(lambda y_RH: moe.dispatcher.combine(y_RH, metadata), x_RH, None, probs_TK)
         yield StepPart("combine", combine, layers, 0, 2 * tokens_bytes + 3 * rows_bytes)
 
     def _dispatch(self, x_TH: Tensor) -> Tensor:
         """Permute the tokens, and plan it first; with the probabilities if the experts apply them."""
-        rows, metadata = self._moe.dispatcher.dispatch_preprocess(x_TH, self._routing_map)
-        rows_RH = self._moe.dispatcher.dispatch_postprocess(rows, metadata)
+        rows, metadata = self.moe.dispatcher.dispatch_preprocess(x_TH, self.routing_map)
+        rows_RH = self.moe.dispatcher.dispatch_postprocess(rows, metadata)
         if self._applies_probs:
             self._run_probs(metadata)
         return rows_RH
 
     def _run_plan(self) -> None:
         """Plan the permutation that the experts fuse, and permute the probabilities, forward and backward."""
-        _, metadata = self._moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
-        self._moe.dispatcher.permute_map(metadata)
+        _, metadata = self.moe.dispatcher.dispatch_preprocess(self._x_TH, self.routing_map)
+        self.moe.dispatcher.permute_map(metadata)
         self._run_probs(metadata)
 
     def _run_probs(self, metadata: Any) -> None:
-        probs_R, _ = self._moe.dispatcher.dispatch_probs(metadata)
+        probs_R, _ = self.moe.dispatcher.dispatch_probs(metadata)
         torch.autograd.backward(probs_R, torch.ones_like(probs_R))
-        self._routing_map.probs_TK.grad = None
+        self.routing_map.probs_TK.grad = None
 
     def _model_parts(self) -> Iterator[StepPart]:
         model = self._cfg.model
@@ -309,7 +309,7 @@ class StepBreakdown:
 
     def _route(self, x_TH: Tensor) -> Tensor:
         """Run the router with its auxiliary losses and return a scalar for the backward pass."""
-        moe = self._moe
+        moe = self.moe
         positions = self._positions
         routing = moe.router(x_TH, positions)
         y = moe.losses.attach(routing.probs_TK, routing, None, positions, moe.last_counts_E)

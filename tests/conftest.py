@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
@@ -82,6 +83,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = dict(zip(computing, range(len(computing)), strict=True))
     place |= {path: between * number - 0.5 for number, path in enumerate(waiting, 1)}
     items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Send one report for each passed test of a worker: three, and two notes of start and end, take a millisecond."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,14 +24,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moefold.launch.rank_pool import WorkerPool, _collect, _worker_main
+from moefold.launch.rank_pool import WorkerPool, collect_results, worker_main
 from moefold.progress import ignore_progress
 from moefold.verify import PRELOAD
 
 MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
-MOST_CALLS = 16
-"""Calls of the same ranks: each call leaves its process groups."""
+MOST_CALLS = 64
+"""Calls of the same ranks: each call leaves a process group with two threads."""
 HOOKS = {
     name: value
     for module in ("torch.nn.modules.module", "torch.optim.optimizer")
@@ -64,7 +64,7 @@ class Ranks:
 
 
 class LastingRanks(WorkerPool):
-    """Pool whose calls of equally many ranks are made by the same ranks, until one fails or sixteen were made.
+    """Pool whose calls of equally many ranks are made by the same ranks, until one fails or `MOST_CALLS` were made.
 
     A called function leaves nothing behind that the next call would see; random numbers, the environment and torch's
     settings are as at the start of the rank.
@@ -93,7 +93,7 @@ class LastingRanks(WorkerPool):
         try:
             for connection in ranks.calls:
                 connection.send((function, args, timeout_s))
-            results = _collect(ranks.calls, timeout_s, ignore_progress)
+            results = collect_results(ranks.calls, timeout_s, ignore_progress)
             is_done = True
         finally:
             if is_done and ranks.num_calls < MOST_CALLS:
@@ -119,7 +119,7 @@ class LastingRanks(WorkerPool):
                 ranks.processes.append(process)
                 ranks.lives.append(life)
                 ranks.calls.append(ours)
-            self._main = _worker_main
+            self._main = worker_main
         return ranks
 
 
@@ -137,7 +137,7 @@ class _FirstCall:
 
 
 def _lasting_main(calls: Connection, connection: Connection, *args: Any) -> None:
-    _worker_main(_FirstCall(connection, calls), *args)  # type: ignore[arg-type]
+    worker_main(_FirstCall(connection, calls), *args)  # type: ignore[arg-type]
 
 
 def _serve(calls: Connection) -> None:
@@ -146,7 +146,8 @@ def _serve(calls: Connection) -> None:
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
     settings = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     process = _process_state()
-    code = _code()
+    # What one rank replaces, all do: each look takes 3 ms.
+    code = _code() if dist.get_rank() == 0 else []
     while True:
         function, args, timeout_s = calls.recv()
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)

@@ -15,6 +15,7 @@ import torch
 import moefold
 from tests.cli.example_command import code_blocks
 from tests.e2e.forked import run_program
+from tests.slow import slow
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 SETTINGS = (
@@ -112,7 +113,7 @@ def test_the_import_is_fast_and_without_torch():
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [(), ("parallel.world_size=2", "parallel.ep=2")], ids=["one", "two"])
+@pytest.mark.parametrize("mapping", [*slow([((),)]), ("parallel.world_size=2", "parallel.ep=2")], ids=["one", "two"])
 def test_a_run_can_be_evaluated_and_generate_on_one_rank_or_two(tmp_path, mapping):
     calls = tmp_path / "calls.json"
     recorder = Recorder(calls)

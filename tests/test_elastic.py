@@ -36,7 +36,6 @@ def test_dp_and_edp_follow_and_the_rest_stays():
         # 1f1b wants at least pp = 2 micro-batches on each rank.
         ({"pp": 2}, list(range(2, 24, 2))),
     ],
-    ids=str,
 )
 def test_world_sizes_that_fit_a_mapping(parallel, fitting):
     assert fitting_world_sizes(recipe(**parallel)) == fitting

@@ -50,7 +50,7 @@ def train(dtype: str, turns: Turns, spec: ProcessSpec, **mapping: int) -> None:
 
     dp = spec.ranks // mapping.get("tp", 1)
     per_rank = spec.sizes.samples // dp
-    cfg = _step_recipe(spec.sizes, dtype, {"world_size": spec.ranks, **mapping}, per_rank)
+    cfg = step_recipe(spec.sizes, dtype, {"world_size": spec.ranks, **mapping}, per_rank)
     with init_distributed(_rank_env(spec), "cpu") as device:
         torch.set_num_threads(1)
         step = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), device)), cfg)
@@ -65,7 +65,8 @@ def train(dtype: str, turns: Turns, spec: ProcessSpec, **mapping: int) -> None:
         turns.take(lambda _: {"loss": step.run(batch, 1).loss})
 
 
-def _step_recipe(sizes: Sizes, dtype: str, mapping: Mapping[str, int], micro_batch_size: int) -> Config:
+def step_recipe(sizes: Sizes, dtype: str, mapping: Mapping[str, int], micro_batch_size: int) -> Config:
+    """Return the recipe of a training step of the race."""
     return config_from_dict(
         {
             "run": {"dtype": dtype, "device": "cpu"},
@@ -230,7 +231,7 @@ def write_inputs(turns: Turns, spec: ProcessSpec) -> None:
     folder = spec.folder
     sizes = spec.sizes
     generator = torch.Generator().manual_seed(SEED)
-    cfg = _step_recipe(sizes, "float32", {"world_size": 1}, sizes.samples)
+    cfg = step_recipe(sizes, "float32", {"world_size": 1}, sizes.samples)
     shape = sizes.samples, sizes.seq_len + 1
     torch.save(torch.randint(cfg.model.vocab_size, shape, generator=generator), folder / "tokens.pt")
     (folder / "prompts.json").write_text(json.dumps(_scenarios(sizes, generator)))
@@ -239,11 +240,11 @@ def write_inputs(turns: Turns, spec: ProcessSpec) -> None:
         for _ in range(sizes.rollouts // GROUP_SIZE * spec.steps):
             text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
             file.write(json.dumps({"prompt": text}) + "\n")
-    _write_model(folder / "model", _with_length(cfg, sizes.positions))
-    _write_model(folder / "bytes", _with_length(grpo_recipe(spec), 1024), never_ends=True)
+    write_model(folder / "model", _with_length(cfg, sizes.positions))
+    write_model(folder / "bytes", _with_length(grpo_recipe(spec), 1024), never_ends=True)
     wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
     large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
-    _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
+    write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
     turns.end(asdict(sizes))
 
 
@@ -266,7 +267,7 @@ def _with_length(cfg: Config, positions: int) -> Config:
 
 
 @torch.no_grad()
-def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None:
+def write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None:
     """Write a model of transformers with random weights.
 
     Args:

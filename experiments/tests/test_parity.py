@@ -13,6 +13,7 @@ from tests.verify.oracle import assert_equals_oracle
 CORRECTED = {"optimizer": DelayedAdamW(correction=1.0), "global_batch_size": 4}
 CORRECTED_MUON = CORRECTED | {"optimizer": DelayedMuon(correction=1.0)}
 DELAYED = [
+    {"train": CORRECTED, "world_size": 2, "ep": 2, "zero": 3},
     {"train": CORRECTED, "world_size": 4, "cp": 2, "ep": 2, "zero": 3},
     {"train": CORRECTED_MUON, "world_size": 2, "tp": 2, "ep": 2},
     {"train": CORRECTED_MUON, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
@@ -34,6 +35,7 @@ SPSA_LOSSES = {
     "model": SHARED | TIED | {"mtp_layers": 1, "ffn.moe.router.expert_bias": True},
 }
 SPSA_MAPPED = [
+    {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "tp": 2, "ep": 2},
     {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "cp": 2, "pp": 2, "ep": 2, "zero": 2},
     {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 3},
     {"train": SPSA, **SPSA_LOSSES, "world_size": 1},

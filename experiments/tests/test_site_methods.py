@@ -96,7 +96,6 @@ def test_an_earlier_run_of_means_stays_one():
         ({"method": "spes", "experts": "average"}, "mean", {"every": 50}),
         ({"method": "sparseloco", "density": 1.0, "precision": "int8"}, "mean", {"residual": 0.95}),
     ],
-    ids=str,
 )
 def test_keys_of_an_earlier_version_change_no_other_value(keys, kind, values, tmp_path):
     off = {"bits": 32, "penalty": False, "clip": 0.0, "merge_experts": 0.0}

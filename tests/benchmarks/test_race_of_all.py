@@ -154,8 +154,8 @@ def test_generation_of_transformers_keeps_a_cache(tmp_path):
     pytest.importorskip("transformers")
     spec = run_protocol.ProcessSpec(tmp_path, tmp_path / "scratch", run_protocol.TINY, 1)
     (tmp_path / "prompts.json").write_text(json.dumps({"2": [[[5] * 8] * 2, [4] * 2]}))
-    cfg = moefold_runs._step_recipe(run_protocol.TINY, "float32", {"world_size": 1}, 2)
-    moefold_runs._write_model(tmp_path / "model", replace(cfg, train=replace(cfg.train, seq_len=64)))
+    cfg = moefold_runs.step_recipe(run_protocol.TINY, "float32", {"world_size": 1}, 2)
+    moefold_runs.write_model(tmp_path / "model", replace(cfg, train=replace(cfg.train, seq_len=64)))
     passes = []
 
     def count(module, inputs):

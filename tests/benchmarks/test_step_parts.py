@@ -58,7 +58,7 @@ def test_the_experts_part_has_the_call_of_the_step(kernels, in_expert, names):
     steps.build()()
     (expected,) = recorder.calls
     breakdown = StepBreakdown(cfg, "layer", CPU, states[0].view(4, 1, -1), layer.router.weight.detach())
-    breakdown._moe.experts.ops = recorder = CallRecorder(breakdown._moe.experts.ops)
+    breakdown.moe.experts.ops = recorder = CallRecorder(breakdown.moe.experts.ops)
     parts = breakdown.parts()
     assert [part.name for part in parts] == names
     recorder.calls.clear()
@@ -69,7 +69,7 @@ def test_the_experts_part_has_the_call_of_the_step(kernels, in_expert, names):
     assert (found[3] is None) == (expected[3] is None)
     if found[3] is not None:
         assert torch.equal(found[3], expected[3])
-    assert breakdown._routing_map.probs_TK.grad is None
+    assert breakdown.routing_map.probs_TK.grad is None
 
 
 @pytest.mark.parametrize("name", [EXPERTS, FUSED_EXPERTS])

@@ -42,7 +42,7 @@ def test_a_checkpoint_without_metadata_is_not_used_not_counted_and_not_deleted(t
         find_resume(recipe(tmp_path, resume=str(step_path(tmp_path, 5))))
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 9}', None], ids=str)
+@pytest.mark.parametrize("content", ["{", '{"format": 9}', None])
 def test_auto_passes_over_a_checkpoint_whose_files_were_changed(tmp_path, content):
     sound = write(tmp_path, 5)
     damaged = write(tmp_path, 10) / META_FILE

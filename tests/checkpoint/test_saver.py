@@ -83,7 +83,7 @@ def _save_slowly(cfg: Config) -> list[bool]:
     """Return whether each of two saves waited for the one before, when no file can be finished for half a second."""
     saver = _saver(cfg)
     held = threading.Event()
-    saver._thread.submit(held.wait)
+    saver.thread.submit(held.wait)
     waited = []
     for step in (1, 2):
         threading.Timer(0.5, held.set).start()
@@ -122,7 +122,7 @@ def _fail_beside_a_save(cfg: Config) -> str:
     trainer = Trainer(cfg, groups)
     held = threading.Event()
     assert isinstance(trainer.checkpointing.saver, BackgroundSaver)
-    trainer.checkpointing.saver._thread.submit(held.wait)
+    trainer.checkpointing.saver.thread.submit(held.wait)
     threading.Timer(0.5, held.set).start()
     next_batch = trainer.data_loader.next_batch
 

@@ -45,9 +45,9 @@ def test_flash_attention_3_is_named_where_it_is_installed(capsys, monkeypatch):
     assert answers(capsys)["flash attention"].endswith("torch is installed, and no Hopper GPU is visible")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert doctor._flash_attention() == "FA3 of torch, if it passes the comparison at the start of a run"
+    assert doctor.describe_flash_attention() == "FA3 of torch, if it passes the comparison at the start of a run"
     monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", list)
-    assert "no FA3 to activate" in doctor._flash_attention()
+    assert "no FA3 to activate" in doctor.describe_flash_attention()
 
 
 def test_without_torch_the_status_is_1(capsys, monkeypatch):

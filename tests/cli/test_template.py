@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
-from moefold.launch.job_file import _check_escaped
+from moefold.launch.job_file import check_escaped
 from tests.cli.example_command import ROOT, assert_command
 
 RECIPE = str(ROOT / "recipes/mixtral-8x7b.toml")
@@ -405,6 +405,6 @@ def test_names_that_yaml_would_read_as_other_types_stay_text(capsys, scheduler, 
 
 def test_a_template_cannot_insert_a_value_without_a_filter():
     with pytest.raises(AssertionError, match="without a filter"):
-        _check_escaped("text")
+        check_escaped("text")
     for file in (ROOT / "src/moefold/launch/job_templates").glob("*.jinja"):
         assert not re.search(r"\bsafe\b|autoescape", file.read_text())

@@ -80,7 +80,7 @@ def _agrees_with_torch(dtype: torch.dtype) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "run",
     [

@@ -77,9 +77,7 @@ def _ranks_of_several_machines_have_none() -> None:
     assert open_shared_exchange(group, torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sum_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "sum_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_pieces_through_shared_memory(pool, dtype, sum_dtype):
     pool.run(3, _many_pieces, dtype, sum_dtype)
 

@@ -27,7 +27,6 @@ MOE = LayerWords()
         (" chunk/dense , nope ", [LayerWords("chunk", ffn="dense"), LayerWords(position="nope")]),
         ("full/rope/own/moe, window/nope/shared/dense", [MOE, LayerWords("window", "nope", "shared", "dense")]),
     ],
-    ids=str,
 )
 def test_layers_of_a_text(text, rows):
     assert parse_layers(text) == tuple(rows)

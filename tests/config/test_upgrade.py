@@ -190,7 +190,6 @@ def test_words_of_a_command_line():
         ({"preset": "deepseek-v3", "layer_pattern": "M"}, 61),
         ({"preset": "deepseek-v3", "num_layers": 62}, "3 dense, 58 moe, dense"),
     ],
-    ids=str,
 )
 def test_patterns_are_layers_in_words(flat, layers):
     [found, unread] = upgraded({"model": flat})
@@ -243,7 +242,6 @@ def old_settings() -> dict[str, dict[str, object]]:
         ({"upcycle_from": "", "upcycle_router": "group"}, None, ["model.upcycle_router"]),
         ({"upcycle_noise": 0.1}, None, ["model.upcycle_noise"]),
     ],
-    ids=str,
 )
 def test_upcycling_of_a_model_is_a_table_of_checkpoint(flat, upcycle, unread):
     found = {"model": {"layers": 2}} | ({"checkpoint": {"upcycle": upcycle}} if upcycle else {})

@@ -176,7 +176,6 @@ def test_deepseek_v4_is_refused_with_the_parts_that_are_missing():
         ({"index_topk_freq": "4"}, "index_topk_freq='4'"),
         ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "layer_types"),
     ],
-    ids=str,
 )
 def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
     with pytest.raises(ConfigError, match=refused):
@@ -193,7 +192,6 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
         ({"index_topk_freq": 1}, "own own own"),
         ({"layer_types": ["indexed_attention"] * 3}, "own own own"),
     ],
-    ids=str,
 )
 def test_layers_that_share_a_selection_are_read_and_written(keys, selections):
     model = read_keys(_keys_of_glm(keys), Path("hf"))

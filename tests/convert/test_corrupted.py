@@ -395,7 +395,7 @@ def test_a_broken_manifest_leads_nowhere(sound, tmp_path, capsys, fault):
     ]
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float16"), ("--quantize", "fp8")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--dtype", "float16"), ("--quantize", "fp8")])
 def test_weights_that_are_no_numbers_are_not_exported(sound, tmp_path, capsys, options):
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
     values = load_file(sound / "model.safetensors")[ATTENTION]

@@ -59,7 +59,6 @@ def test_keys_of_the_released_folders_are_read(tmp_path):
             "rope_type='yarn', which moefold does not compute; only 'default', 'longrope'",
         ),
     ],
-    ids=str,
 )
 def test_options_that_are_not_computed_are_refused(tmp_path, change, message):
     with pytest.raises(ConfigError) as raised:

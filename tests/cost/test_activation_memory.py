@@ -95,7 +95,7 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("parts", [(), ("moe",), ("layer",)], ids=str)
+@pytest.mark.parametrize("parts", [(), ("moe",), ("layer",)])
 def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dtype):
     monkeypatch.setattr(CGemm, "is_fast", lambda gemm, dtype: True)
     cfg = memory_config(dtype, train={"recompute": parts})
@@ -206,7 +206,7 @@ def test_linear_attention_by_torch_operations(kind):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
+@pytest.mark.parametrize("parts", [(), ("mla_up",)])
 def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
     """As on CUDA, where SDPA takes values narrower than the keys; this one saves the tensors of a flash kernel."""
 

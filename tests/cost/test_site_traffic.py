@@ -12,7 +12,6 @@ from tests.cost.site_bytes import MODELS, assert_bytes
         *({"precision": precision} for precision in ("float32", "bfloat16", "int8", "fp4")),
         {"moments": "average"},
     ],
-    ids=str,
 )
 def test_bytes_of_a_site_equal_the_boxes_of_its_ranks(model, keys):
     assert_bytes(model, keys)

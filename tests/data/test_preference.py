@@ -103,7 +103,6 @@ def test_formats_of_a_labelled_completion():
         ),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["c"]}, "has 'images', which is not read"),
     ],
-    ids=str,
 )
 def test_a_row_that_is_not_a_pair_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:
@@ -127,7 +126,6 @@ def test_a_column_given_twice_is_refused():
         ({"completion": "a", "label": True}, "no column 'prompt'"),
         ({"prompt": "p", "completion": "a", "label": True, "image": "b"}, "has 'image', which is not read"),
     ],
-    ids=str,
 )
 def test_a_row_without_a_label_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:

@@ -70,7 +70,6 @@ def _numbers(data: Dataset) -> list[int]:
 @pytest.mark.parametrize(
     ("threshold", "kept"),
     [(0.9, [1, 2, 6, 7, 8]), ("best", [1, 4, 6]), ("q0.75", [6, 7, 8]), ("q1", [6]), ("q0", list(range(9)))],
-    ids=str,
 )
 def test_filter_keeps_the_rows_at_the_threshold(files: Path, threshold, kept):
     assert _numbers(_open(files, method="filter", threshold=threshold)) == kept
@@ -141,7 +140,6 @@ def test_condition_writes_the_reward_into_the_message_before_the_answer(files: P
         (True, "the reward in column 'reward' is True"),
         (10**400, "the reward in column 'reward' is 100000000000000000...0000000000000000000, and must be"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("method", ["filter", "weight", "condition"])
 def test_a_reward_that_is_not_a_number_is_refused_with_its_line(files: Path, method, value, message):

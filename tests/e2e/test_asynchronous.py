@@ -39,7 +39,7 @@ def in_turn(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("steps", [(6,), (9, 14, 27)], ids=str)
+@pytest.mark.parametrize("steps", [(6,), (9, 14, 27)])
 def test_a_killed_run_resumes_with_the_bits_of_an_uninterrupted_run(in_turn, tmp_path, steps):
     run = tmp_path / "run"
     for step in steps:

@@ -144,15 +144,15 @@ def test_a_launcher_of_another_number_of_ranks_is_one_message(tmp_path):
 
 
 def test_user_error_on_only_one_rank_is_one_message(tmp_path):
-    # An id beyond the vocabulary at a token that only the second rank reads, in its first step. The file (of zeros,
+    # An id beyond the vocabulary at the last token that the second rank reads in the first step. The file (of zeros,
     # which take no place on the disk) is twice as long as the probe before a run, in runs of 2**14 tokens.
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(2 * 2**25)
-        file.seek(2 * (2**15 - 10))
+        file.seek(2 * 2**14)
         file.write(np.uint16(60000).tobytes())
     data = ("data.kind=tokens", f"data.path={tmp_path}/tokens.bin", "data.validation_fraction=0", "data.shuffle=false")
     refused = moefold(*small(tmp_path / "run", *data, "train.seq_len=8192", "parallel.world_size=2"))
     assert refused.stderr.startswith("moefold: error: ")
-    assert f"holds id 60000 at token {2**15 - 10}" in refused.stderr
+    assert f"holds id 60000 at token {2**14}" in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert refused.returncode == 2

@@ -86,7 +86,6 @@ def test_an_incomplete_environment_is_refused(missing):
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment is not a valid port"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is not a valid port"),
     ],
-    ids=str,
 )
 def test_an_environment_without_sense_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):

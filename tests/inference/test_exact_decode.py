@@ -104,7 +104,7 @@ PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7), tuple(range(2
 """The first one is longer than a page."""
 SAMPLING = SamplingParams(temperature=1.3, seed=4)
 REQUESTS = [
-    Request(prompt=prompt, prompt_number=i, sample_number=j, max_tokens=30)
+    Request(prompt=prompt, prompt_number=i, sample_number=j, max_tokens=16)
     for i, prompt in enumerate(PROMPTS)
     for j in (0, 1)
 ]
@@ -208,7 +208,7 @@ SETTINGS = {
 
 
 SAMPLED = [(model, dtype, settings) for model in MODELS for dtype in ("float32", "bfloat16") for settings in SETTINGS]
-SLOW_MODELS = ("llama4", "longcat", "phi")
+SLOW_MODELS = ("mixtral", "windows", "llama4", "longcat", "phi")
 FAST_SAMPLED = [
     *[(model, "float32", "pieces") for model in MODELS if model not in SLOW_MODELS],
     ("gpt-oss", "bfloat16", "whole prompts"),
@@ -222,7 +222,7 @@ def test_every_log_probability_equals_training(pool, model, dtype, settings):
     cfg = recipe(model, dtype)
     assert inexact_settings(replace(cfg, rollout=replace(cfg.rollout, cache="heads")), "cpu") == ()
     ((equal, largest, count),) = pool.run(1, compare, recipe(model, dtype), SETTINGS[settings])
-    assert count == 240
+    assert count == len(REQUESTS) * 16
     assert (equal, largest) == (1.0, 0.0)
 
 
@@ -304,7 +304,8 @@ MAPPINGS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 MAPPED = [(mapping, dtype) for mapping in MAPPINGS for dtype in ("float32", "bfloat16")]
-FAST_MAPPED = [("pp2", "bfloat16"), ("dp2-ep2", "float32"), ("tp2-etp2", "bfloat16")]
+FAST_MAPPED = [("dp2-ep2", "float32"), ("tp2-etp2", "bfloat16")]
+"""Under pp: `train/test_rollout_loader.py`."""
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ CASES = [
     ("mixtral-tied", {"pp": 2, "world_size": 2}),
     ("llama", {}),
     ("gpt-oss", {"tp": 2, "etp": 2, "world_size": 2}),
-    ("olmoe", {"tp": 2, "world_size": 2}),
     ("deepseek-v2", {}),
     ("deepseek-v3", {"tp": 2, "ep": 2, "world_size": 2}),
     *slow(
         [
+            ("olmoe", {"tp": 2, "world_size": 2}),
             ("mixtral-tied", {"tp": 2, "ep": 2, "world_size": 2}),
             ("deepseek-v2", {"pp": 2, "world_size": 2}),
             ("qwen2-moe", {"tp": 2, "etp": 2, "world_size": 2}),

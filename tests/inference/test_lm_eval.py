@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 
 from moefold.data.tokenizer import NumberTokenizer
 from moefold.errors import ConfigError
-from moefold.inference.lm_eval_model import MoefoldLM, _was_raised_in_moefold
+from moefold.inference.lm_eval_model import MoefoldLM, was_raised_in_moefold
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, ServedModel
 from tests.convert.hf_models import make_model
@@ -208,8 +208,8 @@ def test_an_error_of_ours_is_not_said_to_be_of_lm_eval():
             fail()
         return caught.value
 
-    assert _was_raised_in_moefold(error_of(lambda: NumberTokenizer(4).encode("x")))
-    assert not _was_raised_in_moefold(error_of(lambda: int("x")))
+    assert was_raised_in_moefold(error_of(lambda: NumberTokenizer(4).encode("x")))
+    assert not was_raised_in_moefold(error_of(lambda: int("x")))
 
 
 def test_importing_the_module_makes_the_model_known(folder):

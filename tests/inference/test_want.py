@@ -159,7 +159,6 @@ def find_meta() -> dict[str, Any]:
         ({"want": "much"}, "are damaged"),
         ({"template": 3}, "are damaged"),
     ],
-    ids=str,
 )
 def test_damaged_metadata_is_one_line(changed, message):
     with pytest.raises(ConfigError, match=message):

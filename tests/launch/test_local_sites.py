@@ -10,7 +10,7 @@ import pytest
 from moefold.errors import ConfigError
 from moefold.host.listen import listen
 from moefold.host.rank_env import RankEnv
-from moefold.launch.local_sites import MAX_LINE_BYTES, _fork, _pass_on, site_environments
+from moefold.launch.local_sites import MAX_LINE_BYTES, _fork, pass_on, site_environments
 from moefold.recipe import LoadedRecipe, load_config
 from moefold.train.start import set_up_run
 
@@ -35,7 +35,7 @@ def test_output_of_any_length_is_passed_on_by_lines():
     sending = threading.Thread(target=send)
     sending.start()
     printed = io.StringIO()
-    asyncio.run(_pass_on(read, "site 1: ", printed))
+    asyncio.run(pass_on(read, "site 1: ", printed))
     sending.join()
     lines = printed.getvalue().splitlines()
     assert all(line.startswith("site 1: ") for line in lines)

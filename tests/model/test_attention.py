@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.attention import AttentionMaskSpec, CausalAttention, SelfAttention, _has_long_documents
+from moefold.model.attention import AttentionMaskSpec, CausalAttention, SelfAttention, has_long_documents
 from moefold.model.layer_cache import CacheSize, CurrentPass
 from moefold.ops.block_attention import BlockedWindow
 from tests.model.attention_reference import (
@@ -21,7 +21,7 @@ HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5), (8, 4, 16)]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )
@@ -65,7 +65,7 @@ def test_strides_do_not_matter():
     torch.testing.assert_close([out.detach(), *gradient.split((4, 2, 2), 2)], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("heads", HEADS[:2], ids=str)
+@pytest.mark.parametrize("heads", HEADS[:2])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )
@@ -114,8 +114,8 @@ def test_long_documents_go_one_by_one(heads, window):
             starts[first:, sample] = first
     positions = torch.arange(length)
     inputs = random_attention(6, length, 2, heads)
-    assert _has_long_documents(documents(starts), inputs[1])
-    assert not _has_long_documents(documents(random_starts(5, 512, 2)), inputs[1][:512])
+    assert has_long_documents(documents(starts), inputs[1])
+    assert not has_long_documents(documents(random_starts(5, 512, 2)), inputs[1][:512])
     expected = with_gradients(lambda *x: reference_attention(*x, positions, positions, starts), *inputs)
     given = with_gradients(lambda *x: CausalAttention(window)(*x, documents(starts)), *inputs)
     assert max(relative_errors(given, expected)) < 1e-12

@@ -32,9 +32,7 @@ def test_the_last_projections_stay_in_the_type_of_their_input():
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "kind", [GATES, *slow([(KDA | GATES,), (KDA | {"linear_attention.full_rank_gates": True},)])], ids=str
-)
+@pytest.mark.parametrize("kind", [GATES, *slow([(KDA | GATES,), (KDA | {"linear_attention.full_rank_gates": True},)])])
 def test_hybrids_train_in_fp8_on_several_ranks_as_on_one(pool, kind):
     """Scales of activations do not depend on the mapping. Gradients of weights have other blocks of tokens."""
     model = HYBRID | kind | {"hidden_size": 32}

@@ -75,7 +75,7 @@ def refused(*args: object) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 1, 3, 20])
 @pytest.mark.parametrize(
     "ends",

@@ -180,7 +180,6 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
         {"beta_fast": None, "beta_slow": 0},
         {"rope_type": "linear", "mscale": 0.7, "beta_fast": 3},
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_settings_of_yarn_mean_the_same_as_in_transformers(family, keys):

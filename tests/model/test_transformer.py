@@ -54,9 +54,9 @@ def test_rope_of_documents_computes_no_frequencies(monkeypatch) -> None:
 def test_projections_without_a_slice_record_none(qkv_bias) -> None:
     attention = build_model(tiny(model={"attention.qkv_bias": qkv_bias})).double().layers["0"].attention
     for weight, bias in ((attention.wq, attention.bq), (attention.wk, attention.bk)):
-        shards = attention._shard_of(weight, bias, slice(None), torch.float64)
+        shards = attention.shard_of(weight, bias, slice(None), torch.float64)
         assert all(shard is given for shard, given in zip(shards, (weight, bias), strict=True))
-        part, _ = attention._shard_of(weight, bias, slice(1, 3), torch.float64)
+        part, _ = attention.shard_of(weight, bias, slice(1, 3), torch.float64)
         assert torch.equal(part, weight[1:3])
 
 

@@ -157,7 +157,6 @@ def test_a_column_that_is_missing_is_named():
 @pytest.mark.parametrize(
     "settings",
     [{"kl": -0.1}, {"temperature": 0.0}],
-    ids=str,
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(settings):
     (name,) = settings

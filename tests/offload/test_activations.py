@@ -68,8 +68,8 @@ def _offload(tier=None, *, waits: bool = True, min_bytes: int = 0) -> Activation
 def _slow_offload(tier: SlowMemory) -> tuple[ActivationOffload, Callable[[], int]]:
     """Return an offload with one storing thread, by the clock of its memory, and a wait for all submitted stores."""
     offload = ActivationOffload(tier, min_bytes=0, is_synchronous=False, clock=tier.clock)
-    offload._store_threads = ThreadPoolExecutor(1)
-    return offload, lambda: offload._store_threads.submit(int).result()
+    offload.store_threads = ThreadPoolExecutor(1)
+    return offload, lambda: offload.store_threads.submit(int).result()
 
 
 def _stage(offload: ActivationOffload, forward, lasting=tuple):
@@ -205,7 +205,7 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     tier = SlowMemory()
     offload = _offload(tier)
     # One thread brings them in the order of the requests; two would race.
-    offload._load_threads = ThreadPoolExecutor(1)
+    offload.load_threads = ThreadPoolExecutor(1)
     part = offload.wrap(lambda x: x.square())
     asked = []
 
@@ -242,7 +242,7 @@ def test_a_tensor_that_came_back_late_is_not_sent_again():
         totals = _passes(offload, forward, _vector().requires_grad_())
         assert (totals.stored_bytes, totals.resident_bytes) == (BLOCK, 2 * BLOCK)
     # The second pass asked for one copy only, and got it.
-    assert offload._store_threads._work_queue.empty()
+    assert offload.store_threads._work_queue.empty()
 
 
 def test_a_slow_place_is_told_once(caplog):
@@ -316,7 +316,7 @@ def test_a_freed_and_refilled_weight_is_still_not_offloaded():
     seen = []
 
     def look() -> Tensor:
-        seen.append([offload._should_offload(x) for x in (copy, copy.t()[1:], copy.data)])
+        seen.append([offload.should_offload(x) for x in (copy, copy.t()[1:], copy.data)])
         return copy.detach()
 
     _stage(offload, look)()
@@ -371,7 +371,7 @@ def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
         module.zero_grad()
         (found, kept) = measure_saved_bytes(loss)
         away = offload.end_step().stored_bytes
-        assert isinstance(offload._backend, SsdFile)
+        assert isinstance(offload.backend, SsdFile)
         # Only counts are left of the layers; the tensors of embedding, head and losses are the same.
         assert kept < everything - 0.98 * away
         assert kept < everything * (0.35 if model.mtp_layers else 0.15)
@@ -379,4 +379,4 @@ def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
         assert torch.equal(found, expected)
         for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad), name
-    assert offload._backend._allocator.end == 0
+    assert offload.backend._allocator.end == 0

@@ -76,7 +76,7 @@ def test_a_file_that_was_cut_ends_the_run(tmp_path):
     tier = _file(tmp_path)
     first, second = _bytes(ALIGNMENT_BYTES), _bytes(ALIGNMENT_BYTES, 1)
     stored = [tier.store(first, None), tier.store(second, None)]
-    os.ftruncate(tier._file.fileno(), ALIGNMENT_BYTES + 10)
+    os.ftruncate(tier.file.fileno(), ALIGNMENT_BYTES + 10)
     assert torch.equal(_back(tier, stored[0], first), first)
     with pytest.raises(
         RunError,
@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_ends_the_run(tmp_path):
 def test_a_changed_byte_ends_the_run(tmp_path, place):
     tier, data = _file(tmp_path), _bytes(10_000)
     stored = tier.store(data, None)
-    os.pwrite(tier._file.fileno(), bytes([int(data[place]) ^ 16]), place)
+    os.pwrite(tier.file.fileno(), bytes([int(data[place]) ^ 16]), place)
     with pytest.raises(RunError, match="the offloaded bytes differ from the written bytes"):
         _back(tier, stored, data)
 
@@ -138,7 +138,7 @@ def test_a_full_disk_takes_as_many_tensors_as_fit(tmp_path):
     try:
         _full_from(tier, 4)
     finally:
-        tier._file.close()
+        tier.file.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
@@ -150,7 +150,7 @@ def test_the_file_has_no_name_and_goes_with_a_killed_process(tmp_path):
         "from moefold.offload.backend import CopyEngine\n"
         "tier = SsdFile(CopyEngine(torch.device('cpu')), Path(sys.argv[1]))\n"
         "stored = tier.store(torch.ones(1 << 20, dtype=torch.uint8), None)\n"
-        "print(oct(__import__('os').fstat(tier._file.fileno()).st_mode & 0o777), flush=True)\n"
+        "print(oct(__import__('os').fstat(tier.file.fileno()).st_mode & 0o777), flush=True)\n"
         "time.sleep(60)\n"
     )
     folder = tmp_path / "new" / "folder"

@@ -30,7 +30,7 @@ WITH_AND_WITHOUT_PAIRS = [*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=py
 """Names of the processors, as in `WIDEST_AND_NARROWEST`."""
 HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Largest relative error of a value by its rounding to the type."""
-in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
+in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS)
 
 
 def recipe(dtype: str, kernels: str, **words: Any) -> Config:

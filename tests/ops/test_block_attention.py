@@ -50,7 +50,7 @@ def _through(kernel, grad_out, q, k, v, seen):
 
 
 @pytest.mark.parametrize(("queries", "keys", "seen"), SIZES)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
 def test_kernel_equals_the_definition(kernel, queries, keys, seen, heads):
     given = _rectangle(queries, keys, heads)
@@ -62,7 +62,7 @@ def test_kernel_equals_the_definition(kernel, queries, keys, seen, heads):
 
 
 @pytest.mark.parametrize(("queries", "keys", "seen"), SIZES)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
 def test_cpu_kernel_equals_the_plain_twin(queries, keys, seen, heads):
     given = _rectangle(queries, keys, heads)
     for x, y in zip(_through(CpuFlash(), *given, seen), _through(MathBlockAttention(), *given, seen), strict=True):
@@ -70,9 +70,7 @@ def test_cpu_kernel_equals_the_plain_twin(queries, keys, seen, heads):
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), MathBlockAttention()], ids=lambda k: type(k).__name__)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
 def test_narrow_types_keep_the_log_sum_exp_wide(kernel, dtype, tolerance):
     given = [x.to(dtype) for x in _rectangle(20, 40, (4, 2, 8))]
     out, lse, *gradients = _through(kernel, *given, False)
@@ -193,7 +191,6 @@ def test_a_gradient_without_memory_of_its_own():
         ("cuda", torch.float32, 64, MathBlockAttention),
         ("meta", torch.float32, 64, MathBlockAttention),
     ],
-    ids=str,
 )
 def test_the_kernel_follows_device_and_type(device, dtype, head_size, kernel):
     with FakeTensorMode():

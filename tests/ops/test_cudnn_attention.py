@@ -94,7 +94,6 @@ def test_the_probe_reports_an_operator_that_raises():
         ({"model": {"attention.sinks": True}}, "cuda", False, True),
         ({}, "cuda", False, False),
     ],
-    ids=str,
 )
 def test_cudnn_is_chosen_by_recipe_device_and_probe(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = tiny(world_size=settings.get("cp", 1), **settings)

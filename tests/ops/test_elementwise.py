@@ -10,7 +10,7 @@ FUNCTIONS = [(sigmoid, torch.sigmoid), (silu, F.silu), (softplus, F.softplus)]
 
 
 @pytest.mark.parametrize(("found", "expected"), FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_torchs(found, expected, dtype):
     x = torch.cat((torch.linspace(-30, 18, 1001), torch.tensor([0.0, -100.0, 100.0, -1e30, 1e30])))
     grad = torch.linspace(-2, 3, len(x)).to(dtype)

@@ -11,7 +11,7 @@ from tests.slow import slow
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sorted_definition_equals_python(dtype):
     for case in cases(30, 14, dtype):
         found = sorted_topk(case.scores, case.k, starts=case.starts, stops=case.stops)
@@ -76,7 +76,7 @@ def test_without_a_compiler_scores_are_sorted(no_compiler):
         module.c_kernel.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
 @pytest.mark.parametrize("width", [1, 50, 1000])
 @pytest.mark.parametrize("k", [1, 60])

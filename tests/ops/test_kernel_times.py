@@ -62,7 +62,6 @@ def test_octaves_with_a_candidate_that_raised_are_not_recorded(tmp_path):
         ({"product": {"3": {"a": -1, "b": 1}}}, "'a' of 'product' takes -1 ms"),
         ('{"environment": ENV, "ms": {"product": {"3": {"a": NaN, "b": 1}}}}', "takes nan ms"),
     ],
-    ids=str,
 )
 def test_entries_that_are_not_understood_are_named(tmp_path, caplog, content, reason):
     path = add_times(H100, TIMES, tmp_path)

@@ -110,7 +110,6 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
         ({"layers.attention": "full", "attention.gate": {}, "attention.gate.per": "head"}, "wg"),
         ({"layers.attention": "full", "attention.gate": {}}, ""),
     ],
-    ids=str,
 )
 def test_matrices_of_one_row_a_head_and_convolutions_are_left_to_adamw(model, left):
     cfg = edit_model(MODEL, {"layers.attention": "linear", "attention.num_kv_heads": 2} | model)

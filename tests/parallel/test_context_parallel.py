@@ -238,7 +238,7 @@ def test_members_need_not_be_neighbours(pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float32, 1e-5)])
 def test_narrow_types(pool, dtype, tolerance):
     _assert_small(_largest_errors(pool, KINDS, {"world_size": 4, "cp": 4}, dtype=dtype), tolerance)
 

@@ -39,7 +39,7 @@ def question(
     )
 
 
-@pytest.mark.parametrize("fixed", [{"pp": 1}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("fixed", [{"pp": 1}, {"tp": 2, "pp": 2}])
 def test_the_figures_equal_separate_plans(fixed):
     asked = question(fixed=fixed)
     (found,) = compare_by_seq_len(asked, [64])

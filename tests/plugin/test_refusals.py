@@ -41,7 +41,7 @@ def install(tmp_path, monkeypatch):
 
     def caches_clear():
         of_find = (part_registry.kinds, part_registry.find_part)
-        for function in (plugins._all_entry_points, plugins.entry_points_of, plugins._entry_of, *of_find):
+        for function in (plugins.all_entry_points, plugins.entry_points_of, plugins.entry_of, *of_find):
             function.cache_clear()
 
     def install(code, kind="half", distribution="moefold-half", module="half_plugin"):
@@ -115,7 +115,7 @@ def test_a_broken_part_does_not_stop_another_one_of_its_package(install, tmp_pat
         (folder / "half_plugin" / "good.py").write_text(GOOD)
     points = next(folder.glob("*.dist-info")) / "entry_points.txt"
     points.write_text(points.read_text().replace("]\n", "]\nbroken = half_plugin.broken:Half\n"))
-    plugins._all_entry_points.cache_clear()
+    plugins.all_entry_points.cache_clear()
     plugins.entry_points_of.cache_clear()
     assert load_config(None, ["train.lr_schedule=half"]).train.lr_schedule.kind == "half"
     assert "'broken' of moefold-half 0.3 (half_plugin.broken:Half) cannot be imported" in refusal(

@@ -133,7 +133,6 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
         ({"pp": 2}, {}),
         *slow([({}, {"recompute": ("norms", "moe")}), *(({axis: 2}, {}) for axis in ("tp", "cp", "ep"))]),
     ],
-    ids=str,
 )
 def test_no_tensor_of_a_step_is_in_a_reference_cycle(fresh_pool, parallel, train):
     assert fresh_pool.run(2, _tensors_in_cycles, tiny(train=train, world_size=2, **parallel)) == [[], []]

@@ -56,7 +56,9 @@ def _measured(cfg: Config, every: int) -> Config:
 def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config:
     # tp does not divide this vocabulary.
     odd = {"vocab_size": 33} if mapping.get("tp") else {}
-    train = {"global_batch_size": 8, "micro_batch_size": 1} | (train or {})
+    # Four micro-batches on each data-parallel rank.
+    dp = int(mapping.get("world_size", 1)) // int(mapping.get("tp", 1)) // int(mapping.get("pp", 1))
+    train = {"global_batch_size": 4 * dp, "micro_batch_size": 1} | (train or {})
     return tiny(model=SHARED | BIG | odd, train=train, **mapping)
 
 

@@ -62,7 +62,6 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
 @pytest.mark.parametrize(
     "sections",
     [{"train": {"recompute": ["moe"]}}, *slow([({},), ({"moe": {"weight_in_expert": True}},)])],
-    ids=str,
 )
 def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}

@@ -94,22 +94,16 @@ def test_rewards_rise(pool, tmp_path):
     "mapping",
     [
         {"world_size": 2, "tp": 2, "ep": 2},
-        *slow(
-            (mapping,)
-            for mapping in (
-                {"world_size": 2, "pp": 2},
-                {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
-                {"world_size": 2, "ep": 2},
-                {"world_size": 2, "cp": 2},
-            )
-        ),
+        {"world_size": 2, "pp": 2},
+        {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+        {"world_size": 2, "ep": 2},
+        {"world_size": 2, "cp": 2},
     ],
 )
+# Fast: two mappings of the same run in `test_another_mapping_samples_the_weights_of_the_last_step`.
+@pytest.mark.slow
 def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
-    cfg = recipe(tmp_path, 2)
-    # No two rollouts fit into a row, and none fills it, so that each of their tokens is an input.
-    rows = ({"prompt": "p" * 17 + f"{i}:"} for i in range(20))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = _one_rollout_a_row(tmp_path)
     pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
     pool.run(mapping["world_size"], train_policy, other)
@@ -122,6 +116,14 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
         _assert_counts_equal_the_rollouts(one)
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
+
+
+def _one_rollout_a_row(tmp_path: Path) -> Config:
+    """Return a recipe in which no two rollouts fit into a row, and none fills it: each of their tokens is an input."""
+    rows = ({"prompt": "p" * 17 + f"{i}:"} for i in range(20))
+    cfg = recipe(tmp_path, 2)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return cfg
 
 
 def _assert_counts_equal_the_rollouts(cfg: Config) -> None:
@@ -230,7 +232,7 @@ def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(po
 )
 def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, mapping, sampling):
     """Two rounds and an evaluation; a sampler with stale weights has other completions in the second round."""
-    cfg = recipe(tmp_path, 2)
+    cfg = _one_rollout_a_row(tmp_path)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
     pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
@@ -242,6 +244,8 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
         for key in ("reward", "eval_reward", "mixed_groups", "length_mean"):
             assert found["rl"][key] == expected["rl"][key]
         assert found["rl"]["reshard_s"] > 0 == expected["rl"]["reshard_s"]
+    for one in (cfg, other):
+        _assert_counts_equal_the_rollouts(one)
     texts = [[record["completion"] for record in records(one, "rollouts.jsonl")] for one in (cfg, other)]
     assert texts[0] == texts[1]
 
@@ -413,7 +417,7 @@ def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
 
 @pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
-    cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
+    cfg = recipe(tmp_path, 4, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
     pool.run(1, train_policy, cfg)
     crashed = under(cfg, tmp_path / "crashed")
     assert pool.run(1, train_policy, crashed, 3) == [-1]

@@ -87,7 +87,6 @@ def test_other_choices_are_noticed(pool, tmp_path):
         pytest.param({"world_size": 2, "ep": 2}, {"experts": "whole"}, marks=pytest.mark.slow),
         pytest.param({"world_size": 2, "ep": 2}, {"experts": "fetch"}, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_choices_follow_their_tokens_under_every_pair_of_mappings(pool, tmp_path, mapping, sampling):
     """Sampling takes other experts than the routers would choose in training, which replays them."""
@@ -216,7 +215,6 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
         (True, {"replay": "on"}, {}, True, ""),
         (False, {}, {"layers.ffn": "dense", "ffn.dense.intermediate_size": 16}, False, ""),
     ],
-    ids=str,
 )
 def test_routing_is_replayed_where_recipe_and_model_allow_it(tmp_path, is_exact, rl, model, expected, message):
     cfg = recipe(tmp_path, **rl)

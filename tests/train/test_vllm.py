@@ -14,7 +14,7 @@ from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.vllm_engine import _cut_off
+from moefold.inference.vllm_engine import cut_off
 from moefold.inference.vllm_server import VllmClient, VllmError, generate_body, serve_command
 from moefold.train.machine_checks import check_vllm
 from moefold.validate.config import check_config
@@ -82,7 +82,6 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
         # Training replays the experts of the server.
         ({"flips_experts": True}, {}, 1),
     ],
-    ids=str,
 )
 def test_another_law_than_in_training_ends_the_run_before_the_update(pool, tmp_path, served, damage, rl, step):
     with stand_in(recipe(tmp_path, 2), served) as server:
@@ -277,9 +276,9 @@ def test_seeds_differ_between_samples_and_runs():
 
 def test_a_completion_ends_at_the_stop_condition():
     whole = Completion(tokens=(1, 2, 3, 0), log_probs=(-1.0, -2.0, -3.0, -4.0), finish_reason="eos")
-    cut = _cut_off(0, whole, lambda number, tokens: tokens[-1] >= 2)
+    cut = cut_off(0, whole, lambda number, tokens: tokens[-1] >= 2)
     assert (cut.tokens, cut.log_probs, cut.finish_reason) == ((1, 2), (-1.0, -2.0), "stop")
-    assert _cut_off(0, whole, lambda number, tokens: tokens[-1] == 0) is whole
+    assert cut_off(0, whole, lambda number, tokens: tokens[-1] == 0) is whole
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,6 @@ def test_each_obstacle_is_refused_by_name_and_accepted_under_auto(sections, reas
         ),
         ({"parallel": {"world_size": 1, "ep": 1}}, "choose 'alltoall' or 'auto', or ep or etp of 2 or more"),
     ],
-    ids=str,
 )
 def test_dispatch_without_duplicates_refuses_unsupported_settings(sections, message):
     check_config(_recipe("dedup_alltoall"))

@@ -71,7 +71,6 @@ def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: Available
         ("parallel.schedule=interleaved", "parallel.virtual_stages=2", "train.global_batch_size=4096"),
         ("train.recompute=['layer']", "train.offload_optimizer=ssd", "train.offload_dir=/tmp"),
     ],
-    ids=str,
 )
 def test_the_least_is_at_most_the_value_of_the_formulas(words, device_type):
     cfg = recipe(*words, name="quickstart")

@@ -75,7 +75,6 @@ def test_mappings_equal_the_oracle(pool, mapping, tmp_path: Path, monkeypatch: p
             for placement, axes in (("balanced", {"tp": 2, "ep": 2}), ("balanced", {"cp": 2}), ("documents", {"cp": 2}))
         )
     ],
-    ids=str,
 )
 def test_padding_counts_in_no_loss_wherever_it_is_placed(pool, kind, mapping, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -103,7 +102,6 @@ def test_padding_counts_in_no_loss_wherever_it_is_placed(pool, kind, mapping, tm
             ]
         ),
     ],
-    ids=str,
 )
 def test_padded_samples_drop_the_same_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
     """Equal tokens with nothing before them that differs have equal probabilities but for rounding."""

@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused(key):
         _train(_with(legal, key, value), legal)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}}])
 def test_a_parameter_without_a_formula_is_refused(settings):
     cfg = _small(**settings)
     _train(cfg)

@@ -40,7 +40,6 @@ FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
         ({"world_size": 2, "cp": 2, "ep": 2}, FAST_KINDS),
         *slow((mapping, tuple(KINDS)[part::3]) for mapping in ({"world_size": 2}, *MAPPINGS) for part in range(3)),
     ],
-    ids=str,
 )
 def test_every_kind_of_routing(pool, mapping, kinds):
     mapping = {"world_size": 8} | mapping
@@ -59,7 +58,6 @@ def test_every_kind_of_routing(pool, mapping, kinds):
             ]
         ),
     ],
-    ids=str,
 )
 def test_indexers_do_not_learn_from_padding(pool, mapping, model, stage):
     train = {"micro_batch_size": 2, "global_batch_size": 8, "indexer_stage": stage}

@@ -102,7 +102,6 @@ def test_staged_ranks_equal_one_rank(staged_pool, mapping):
     ("mapping", "dtype"),
     # Ranks that use CUDA are spawned, which takes seconds: bfloat16 under the mappings that have every axis.
     [*((mapping, "float32") for mapping in [*FAST, *WIDE]), *((mapping, "bfloat16") for mapping in FAST)],
-    ids=str,
 )
 def test_ranks_on_one_gpu_equal_one_rank(gpu_pool, mapping, dtype):
     _check(gpu_pool, "cuda", dtype, mapping)

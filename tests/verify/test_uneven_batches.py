@@ -87,9 +87,7 @@ PLACED = {"world_size": 6, "cp": 2, "context": "planned", "data": DOCUMENTS, "tr
 HOSTS = {"attention_block": 4, "attention_hosts": "balanced"}
 
 
-@pytest.mark.parametrize(
-    "planned", slow(((HOSTS,), ({"placement": "documents"},), ({"placement": "balanced"},))), ids=str
-)
+@pytest.mark.parametrize("planned", slow(((HOSTS,), ({"placement": "documents"},), ({"placement": "balanced"},))))
 def test_planned_attention(pool, planned):
     _compare(pool, {str(planned): _recipe(PLACED | planned, "deepseek-v3")})
 

@@ -102,7 +102,7 @@ class BackgroundSaver(CheckpointSaver):
         # Staging blocks until the copies are done: the next step overwrites their sources.
         self._options = StagingOptions(is_on_gpu, False, False, is_on_gpu)
         self._stager = DefaultStager(self._options)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending_save: Future[Path] | None = None
         self._is_awaited = threading.Event()
 
@@ -118,7 +118,7 @@ class BackgroundSaver(CheckpointSaver):
         staged = self._stage(state)
         self._is_awaited.clear()
         planner = _ThrottledPlanner(self._is_awaited)
-        self._pending_save = self._thread.submit(
+        self._pending_save = self.thread.submit(
             write_checkpoint, self._cfg, staged, train_state, self._group, planner, self._writer
         )
         return time.perf_counter() - started_s
@@ -143,7 +143,7 @@ class BackgroundSaver(CheckpointSaver):
     def finish(self) -> None:
         """Wait for the pending save, stop the thread and release the staging buffers. Collective."""
         self._wait()
-        self._thread.shutdown()
+        self.thread.shutdown()
         self._stager.close()
 
     def drain_with_timeout(self, timeout_s: float) -> None:

@@ -139,7 +139,7 @@ def _torch() -> Iterator[Finding]:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield Finding("devices", f"CPU only: torch sees no GPU and is built {built}")
     yield Finding("C kernels", _c_kernels())
-    yield Finding("flash attention", _flash_attention())
+    yield Finding("flash attention", describe_flash_attention())
 
 
 def _peer_access(count: int) -> str:
@@ -151,7 +151,8 @@ def _peer_access(count: int) -> str:
     return f"{len(linked)} of {len(pairs)} pairs have peer access; `nvidia-smi topo -m` shows NVLink and PCIe"
 
 
-def _flash_attention() -> str:
+def describe_flash_attention() -> str:
+    """Return the FlashAttention 3 that runs would use, or the reason why there is none."""
     import torch
     from torch.nn import attention
 

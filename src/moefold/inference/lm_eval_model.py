@@ -288,7 +288,7 @@ def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) ->
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except (ValueError, OSError) as error:
-        if isinstance(error, ConfigError | BrokenPipeError) or _was_raised_in_moefold(error):
+        if isinstance(error, ConfigError | BrokenPipeError) or was_raised_in_moefold(error):
             raise
         hint = "`moefold lm-eval ls tasks` lists its tasks, `moefold lm-eval run --help` its options"
         raise ConfigError(f"lm-eval: {str(error).rstrip('.')}; {hint}") from error
@@ -297,7 +297,7 @@ def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) ->
     return 0
 
 
-def _was_raised_in_moefold(error: BaseException) -> bool:
+def was_raised_in_moefold(error: BaseException) -> bool:
     """Return whether an error was raised in moefold code that lm-eval called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(str(frame.f_globals.get("__name__")).startswith("moefold.") for frame in frames[1:])

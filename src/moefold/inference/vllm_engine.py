@@ -108,7 +108,7 @@ class VllmEngine:
         ]
         if is_complete is None:
             return completions
-        return [_cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
+        return [cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
 
     def _send(self, requests: Sequence[Request]) -> list[tuple[Completion, NDArray[np.integer] | None]]:
         """Send all requests, at most rollout.slots at a time, and return the answers in their order."""
@@ -145,7 +145,7 @@ class VllmEngine:
             )
 
 
-def _cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:
+def cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:
     """End a completion after the first token, except the end-of-text token, that satisfies a stop condition."""
     is_eos = completion.finish_reason == "eos"
     for count in range(1, len(completion.tokens) + 1 - is_eos):

@@ -42,7 +42,7 @@ def fill_template(scheduler: str, job: object) -> str:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
         autoescape=False,
-        finalize=_check_escaped,
+        finalize=check_escaped,
     )
     environment.filters |= {name: _as_escaped(escape) for name, escape in ESCAPES.items()}
     environment.filters["pod"] = escape_pod
@@ -104,7 +104,8 @@ def _as_escaped(escape: Callable[..., object]) -> Callable[..., _Escaped]:
     return lambda value: _Escaped(escape(value))
 
 
-def _check_escaped(value: object) -> object:
+def check_escaped(value: object) -> object:
+    """Return a value that a template inserts; a text must have gone through a filter that escapes it."""
     assert isinstance(value, int | _Escaped), f"a template inserts {value!r} without a filter"
     return value
 

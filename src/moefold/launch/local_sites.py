@@ -164,7 +164,7 @@ class _Sites:
 
     async def _wait(self, site: _SiteProcess, server: MeetServer) -> None:
         """Pass on the output of a site until it closes, wait for the end of the site, and inform the meeting point."""
-        await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
+        await asyncio.gather(*(pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
         _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         site.status = code if code >= 0 else SIGNAL_STATUS - code
@@ -188,7 +188,7 @@ def _log(line: str) -> None:
     print_escaped(f"meeting point: {line}", flush=True)
 
 
-async def _pass_on(descriptor: int, prefix: str, stream: TextIO) -> None:
+async def pass_on(descriptor: int, prefix: str, stream: TextIO) -> None:
     """Print the lines of a pipe until it closes. A line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()

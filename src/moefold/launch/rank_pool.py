@@ -69,7 +69,7 @@ class WorkerPool:
         """
         _check_temp_dir()
         self._init_group = init_group
-        self._main: Callable[..., None] = _worker_main
+        self._main: Callable[..., None] = worker_main
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
@@ -107,7 +107,7 @@ class WorkerPool:
         try:
             for _, connection in ranks:
                 connection.send((function, args, on_progress is not None))
-            return _collect([connection for _, connection in ranks], timeout_s, on_progress or ignore_progress)
+            return collect_results([connection for _, connection in ranks], timeout_s, on_progress or ignore_progress)
         finally:
             for process, connection in ranks:
                 connection.close()
@@ -155,7 +155,7 @@ def _single_omp_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _collect(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
+def collect_results(connections: list[Connection], timeout_s: float, on_progress: Callable[[str], None]) -> list[Any]:
     """Return the results in rank order. After a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
 
     Raises:
@@ -199,7 +199,7 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
     return "\n".join(lines)
 
 
-def _worker_main(
+def worker_main(
     connection: Connection,
     task: str,
     port: int,
@@ -208,6 +208,7 @@ def _worker_main(
     timeout_s: float,
     init_group: Callable[..., None],
 ) -> None:
+    """Initialise the process group of one rank, make the call that its connection brings, and send the result."""
     # A terminal sends SIGINT to all processes; the process that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)

@@ -298,7 +298,7 @@ class CausalAttention:
             and sinks is None
             and not 0 < self._window < len(q)
             and not self._has_kernel_for(q, k, v)
-            and _has_long_documents(documents, q)
+            and has_long_documents(documents, q)
         ):
             return self._attend_per_document(scale_queries(q, scale), k, v, documents)
         return self._attend(q, k, v, AttentionMaskSpec(self._window, documents), sinks, scale)
@@ -349,7 +349,7 @@ class CausalAttention:
         return torch.cat(samples, dim=1)
 
 
-def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
+def has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
     """Return whether one attention call for each document is faster than a mask, which is so only on a CPU."""
     num_documents = sum(len(bounds) - 1 for bounds in documents.bounds.of_samples)
     return q.device.type == "cpu" and MIN_LONG_DOCUMENT_TOKENS * num_documents <= q.shape[0] * q.shape[1]

@@ -77,11 +77,11 @@ class ActivationOffload:
         rank: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._min_bytes = min_bytes
         self._is_synchronous = is_synchronous
         self._rank = rank
-        self._store_threads, self._load_threads = (
+        self.store_threads, self.load_threads = (
             ThreadPoolExecutor(IO_THREADS, f"offload-{direction}", initializer=backend.copy_engine.init_thread)
             for direction in ("out", "in")
         )
@@ -104,7 +104,7 @@ class ActivationOffload:
     @property
     def copy_engine(self) -> CopyEngine:
         """Copy engine of the backend."""
-        return self._backend.copy_engine
+        return self.backend.copy_engine
 
     def begin_step(self) -> None:
         """Start a step, which should run the passes in the same order as the previous step."""
@@ -187,7 +187,7 @@ class ActivationOffload:
                 to_offload = (
                     []
                     if part_run is None or output_checkpoint is not no_checkpoint
-                    else list(filter(self._should_offload, results))
+                    else list(filter(self.should_offload, results))
                 )
                 storages = [self._storage_of(x) for x in to_offload]
                 for storage in storages:
@@ -226,7 +226,7 @@ class ActivationOffload:
             micro_batch.num_waited = max(first, last)
 
     def _pack(self, tensor: Tensor) -> SavedTensorRef | Tensor:
-        if not self._should_offload(tensor):
+        if not self.should_offload(tensor):
             return tensor.detach()
         storage = self._storage_of(tensor)
         part_run = storage.part_run or self._thread_state.part_run
@@ -243,9 +243,9 @@ class ActivationOffload:
             self._load_now(storage)
         return storage.rebuild_tensor(packed)
 
-    def _should_offload(self, tensor: Tensor) -> bool:
+    def should_offload(self, tensor: Tensor) -> bool:
         """Return whether a tensor is large enough, not a weight, and freed with the autograd graph."""
-        if type(tensor) is not Tensor or tensor.device.type != self._backend.copy_engine.device.type:
+        if type(tensor) is not Tensor or tensor.device.type != self.backend.copy_engine.device.type:
             return False
         storage = tensor.untyped_storage()
         assert self._thread_state.micro_batch is not None
@@ -272,8 +272,8 @@ class ActivationOffload:
             return
         with self._lock:
             self._queued_bytes += storage.num_bytes
-        store_future = self._store_threads.submit(
-            self._store, weakref.ref(storage), self._backend.copy_engine.record_event()
+        store_future = self.store_threads.submit(
+            self._store, weakref.ref(storage), self.backend.copy_engine.record_event()
         )
         storage.store_future = store_future
         store_future.add_done_callback(partial(self._on_store_done, storage.num_bytes))
@@ -299,7 +299,7 @@ class ActivationOffload:
         reason = "has no more space (train.offload_limit_gib)"
         try:
             with self._store_bandwidth.measure_transfer(storage.num_bytes):
-                stored = self._backend.store(data, ready)
+                stored = self.backend.store(data, ready)
         except OSError as error:
             reason = f"takes no more ({error.strerror or error})"
             stored = None
@@ -310,7 +310,7 @@ class ActivationOffload:
             elif stored is None:
                 self._resident_bytes += storage.num_bytes
         if stored is None:
-            self._warn_once("full", f"{self._backend.name} {reason}: some activations")
+            self._warn_once("full", f"{self.backend.name} {reason}: some activations")
 
     def _on_part_backward(self, part_run: PartRun) -> None:
         """Load a part that the backward pass has reached, and the part that it will reach next."""
@@ -342,7 +342,7 @@ class ActivationOffload:
         storages = part_run.live_storages()
         for storage in storages:
             if not self._keep_resident(storage):
-                storage.begin_load(self._load, self._backend)
+                storage.begin_load(self._load, self.backend)
         return bool(storages)
 
     def _keep_resident(self, storage: OffloadedStorage) -> bool:
@@ -362,14 +362,14 @@ class ActivationOffload:
             with self._load_bandwidth.measure_transfer(out.numel()):
                 return load(*args)
 
-        return self._load_threads.submit(transfer)
+        return self.load_threads.submit(transfer)
 
     def _load_now(self, storage: OffloadedStorage) -> None:
         if self._keep_resident(storage):
             return
-        storage.begin_load(self._load, self._backend)
+        storage.begin_load(self._load, self.backend)
         started_s = self._clock()
-        storage.end_load(self._backend)
+        storage.end_load(self.backend)
         self._waited_s += self._clock() - started_s
 
     def _wait_stores(self, part_runs: list[PartRun]) -> None:
@@ -391,7 +391,7 @@ class ActivationOffload:
             total_gib = (late_bytes + stored_bytes) / GIB
             self._warn_once(
                 "slow",
-                f"{self._backend.name} is too slow ({gib_per_s:.2f} GiB/s): {late_gib:.2f} of {total_gib:.2f} GiB",
+                f"{self.backend.name} is too slow ({gib_per_s:.2f} GiB/s): {late_gib:.2f} of {total_gib:.2f} GiB",
             )
 
     def _warn_once(self, kind: str, message: str) -> None:

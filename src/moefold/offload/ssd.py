@@ -124,7 +124,7 @@ class SsdFile:
         self._allocator = FileAllocator(limit_bytes)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="moefold-", buffering=0)  # noqa: SIM115
+            self.file = tempfile.TemporaryFile(dir=folder, prefix="moefold-", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"{self.name} cannot be written: {error.strerror}; choose another") from None
 
@@ -157,7 +157,7 @@ class SsdFile:
     def _write(self, host: Tensor, offset: int) -> None:
         pending = host.numpy().data
         while pending:
-            count = os.pwrite(self._file.fileno(), pending, offset)
+            count = os.pwrite(self.file.fileno(), pending, offset)
             pending = pending[count:]
             offset = offset + count
 
@@ -165,7 +165,7 @@ class SsdFile:
         pending = host.numpy().data
         while pending:
             try:
-                count = os.preadv(self._file.fileno(), [pending], offset)
+                count = os.preadv(self.file.fileno(), [pending], offset)
             except OSError as error:
                 raise RunError(f"{self.name}: the offloaded bytes cannot be read back: {error.strerror}") from error
             if count == 0:

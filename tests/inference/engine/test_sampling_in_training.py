@@ -63,7 +63,7 @@ def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], 
     [
         {"world_size": 1, "zero": 0},
         pytest.param({"zero": 0, "ep": 2}, marks=pytest.mark.slow),
-        {"zero": 3},
+        pytest.param({"zero": 3}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "cp": 2, "ep": 2, "overlap_experts": True}, marks=pytest.mark.slow),
         {"world_size": 4, "pp": 2, "zero": 3, "ep": 2},
         pytest.param(

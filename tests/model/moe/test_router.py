@@ -69,7 +69,6 @@ def test_weights_follow_their_definition(score, normalises, top_k):
         {"ffn.moe.router": "sigmoid", "ffn.moe.router.scaling_factor": 3.0},
         {"ffn.moe.router": "sqrtsoftplus", "ffn.moe.router.normalize": False},
     ],
-    ids=str,
 )
 def test_gradient_of_the_weights(model):
     router = _router(edit_model(MODEL, model))

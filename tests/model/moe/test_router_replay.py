@@ -63,7 +63,6 @@ def test_settling_replaces_first_and_keeps_used_kernels():
 @pytest.mark.parametrize(
     "model",
     [{}, {"ffn.moe.router.softmax": "pre"}, {"ffn.moe.router": "sigmoid"}, {"ffn.moe.router": "sqrtsoftplus"}],
-    ids=str,
 )
 def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     layer, x = _layer(**model), _x(2)

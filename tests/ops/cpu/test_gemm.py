@@ -75,7 +75,6 @@ def _assert_close(found: torch.Tensor, right: torch.Tensor, scale: torch.Tensor 
         for j, layouts in enumerate(LAYOUTS)
         for k, types in enumerate(("ff", "bb", "fb", "bf"))
     ],
-    ids=str,
 )
 def test_it_equals_the_definition(gemm, size, types, layouts):
     """Over memory full of NaN. Nothing but the result is written."""
@@ -149,7 +148,7 @@ def test_results_are_rounded_to_bfloat16_as_torch_rounds_them(gemm, special):
     torch.testing.assert_close(rounded, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
     x, w = torch.randn(300, 700).to(dtype), torch.randn(260, 700).to(dtype)
     (whole,) = same_bits_on_threads(lambda: [gemm.matmul(x, w)], (1, 3, 40))
@@ -165,7 +164,7 @@ def _apart(x: torch.Tensor, width: int) -> torch.Tensor:
     return whole[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
     """Near operands are read where they are, others are packed: distant rows, wide steps, and many columns."""
     x, w = torch.randn(75, 530).to(dtype), torch.randn(1100, 530).to(dtype)
@@ -180,7 +179,7 @@ def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
         assert torch.equal(gemm.matmul(a, w[:300].t().contiguous().t()), right[:, :300])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("depth", [1024, 2051])
 def test_chunks_of_a_deep_gradient_have_the_bits_of_one_product(gemm, dtype, depth):
     """Operands whose lines are contiguous are multiplied a chunk of their depth after another, others at once."""
@@ -190,7 +189,7 @@ def test_chunks_of_a_deep_gradient_have_the_bits_of_one_product(gemm, dtype, dep
     _assert_close(found, x.double() @ w.double().t())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
     """Each has operands of its own, near or packed."""
     x, w = torch.randn(75, 530).to(dtype), torch.randn(130, 530).to(dtype)
@@ -240,7 +239,7 @@ def _reads_what_it_is_given(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forbids a page as Linux does")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_read_behind_an_operand(pool, dtype):
     """A rank that does dies."""
     pool.run(1, _reads_what_it_is_given, dtype)
@@ -268,7 +267,7 @@ def test_the_libraries_multiply_unsupported_cases(native):
         assert torch.equal(out, torch.zeros(len(empty), 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_columns_of_a_result_may_have_a_stride(native, dtype):
     """With operands of one type and of two."""
     for rows in (5, 80):
@@ -310,7 +309,7 @@ def test_scratch_memory_is_not_a_tensor(native):
     assert made.numbers == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("columns", "depth"), [(70, 64), (70, 530), (1120, 1035), (1120, 1040)])
 def test_few_rows_have_the_bits_of_many(gemm, dtype, columns, depth):
     """Tokens that are decoded: of every count up to more than a panel, with operands in either layout.
@@ -393,7 +392,7 @@ MAPPINGS = [
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(("mapping", "train", "dtype"), MAPPINGS, ids=str)
+@pytest.mark.parametrize(("mapping", "train", "dtype"), MAPPINGS)
 def test_on_and_off_give_the_same_losses(pool, mapping, train, dtype):
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     assert_same_losses(pool, {"train": train, **mapping}, dtype, tolerance, _run_in_c)

@@ -103,7 +103,7 @@ def test_unsupported_cases_run_in_torch(gate):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_compute_the_same_with_it(gate, dtype):
     from moefold.ops.cpu.gemm import CGemm
 

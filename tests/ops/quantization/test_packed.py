@@ -25,7 +25,7 @@ def _rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width", [6, 128, 300])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_received_rows_are_rounded_as_a_product_would(dtype, width):
     x = _rows(13, width, dtype)
     found = unpack(pack(x), width, dtype)
@@ -35,7 +35,7 @@ def test_the_received_rows_are_rounded_as_a_product_would(dtype, width):
     assert torch.equal(found, straight_through_quantize(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_rounds_no_value_again(dtype):
     """It finds the same 8 bits. Its scale is rounded like its input, in bfloat16 by up to 2**-8."""
     x = _rows(13, 256, dtype)

@@ -48,7 +48,7 @@ ALIKE = [
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(("precision", "mapping"), [*ALIKE[2:], *slow(ALIKE[:2])], ids=str)
+@pytest.mark.parametrize(("precision", "mapping"), [*ALIKE[2:], *slow(ALIKE[:2])])
 def test_mappings_that_keep_the_blocks_equal_one_rank(pool, precision, mapping):
     """To the last digits of float64: had a block other values, whole gradients would differ in the third digit."""
     alone = _run(pool, _recipe(precision))[0]

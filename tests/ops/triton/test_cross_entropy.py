@@ -24,7 +24,7 @@ def case(dtype, width=V):
     return logits, rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, V])
 @pytest.mark.parametrize("shift", [0.0, -3e4], ids=["near 0", "far below 0"])
 def test_cross_entropy_statistics_equal_float64(dtype, width, shift):
@@ -50,7 +50,7 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_nan_is_not_hidden():
     assert found.top_C[0] == expected.top_C[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=["in place", "float32", "bfloat16"])
 @pytest.mark.parametrize("num_gradients", [1, 2], ids=["cross-entropy", "normalizer too"])
 def test_the_gradient_of_logits_equals_float64(dtype, out_dtype, num_gradients):
@@ -76,7 +76,7 @@ class _Bf16Gradients(Gemm):
         return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [0, 3, 4])
 @pytest.mark.parametrize(("first_row", "temperature"), [(0, 1.0), (20, 1.0), (20, 0.7)])
 def test_loss_and_gradients(dtype, chunk, first_row, temperature):

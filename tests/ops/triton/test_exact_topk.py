@@ -18,7 +18,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         pytest.param(torch.float32, 42, 28, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 42, 28, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_rows_and_guesses_of_all_kinds(dtype, calls, rows):
     for case in cases(calls, rows, dtype, seed=3):

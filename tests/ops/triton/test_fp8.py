@@ -58,7 +58,6 @@ def _assert_close(actual, expected, dtype, summed=1):
             ]
         ),
     ],
-    ids=str,
 )
 def test_fp8_experts_equal_simulated_products(counts, dtype, gathers):
     num_rows, depth, width = sum(counts), 35, 50
@@ -77,7 +76,7 @@ def test_fp8_experts_equal_simulated_products(counts, dtype, gathers):
     _assert_close(kernels.weight_gradient(x, grad, offsets), expected.weight_gradient(x, grad, offsets), dtype)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_linear_layers(dtype):
     x, w, grad = _random(dtype, 21, 40), _random(dtype, 33, 40), _random(dtype, 21, 33)
     kernels = Fp8Linear(Fp8ExpertOps(BLOCK))
@@ -92,7 +91,7 @@ def _assert_same_operand(operand, values, scales):
     assert torch.equal(operand.scales, scales)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("transposes", [False, True])
 def test_weights_have_the_bits_of_the_simulation(dtype, transposes):
     w = _random(dtype, 2, 35, 50)
@@ -105,7 +104,7 @@ def test_weights_have_the_bits_of_the_simulation(dtype, transposes):
         assert torch.equal(found.scales[e], scale[:, 0, :, 0])
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("gathers", [False, True])
 def test_rows_have_the_bits_of_the_simulation(dtype, gathers):
     source = torch.tensor([4, -1, 0, 4, 8, 2, 2], dtype=torch.int32).to(DEVICE) if gathers else None

@@ -93,7 +93,6 @@ def test_the_three_products_equal_the_emulation():
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [((19, 128, 128), torch.bfloat16), ((128, 128, 128), torch.float32), *slow([((128, 130, 128), torch.bfloat16)])],
-    ids=str,
 )
 def test_other_sizes_and_types_use_our_kernels(sizes, dtype):
     stand_in = StandIn()

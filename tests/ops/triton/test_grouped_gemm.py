@@ -9,8 +9,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = ([3, 0, 18, 1], [0, 0, 5], [0, 0], [16, 32])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative to the largest value: the sum of a few dozen terms, and half a unit in the last of 8 bits."""
-CASES = pytest.mark.parametrize("counts", COUNTS, ids=str)
-TYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+CASES = pytest.mark.parametrize("counts", COUNTS)
+TYPES = pytest.mark.parametrize("dtype", list(TOLERANCE))
 OTHER = TileConfig(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=2)
 
 

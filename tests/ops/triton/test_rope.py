@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """bfloat16: cosines and results are rounded to 8 bits each."""
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
     ("heads", "width", "rotary", "interleaved", "by_sample"),
     [(3, 16, 1.0, False, False), (9, 12, 0.5, True, True), (1, 6, 1.0, True, False)],

@@ -130,7 +130,6 @@ def test_choices_are_experts_even_if_the_logits_are_nan():
         ({}, {"router_dtype": "float64"}, "float64"),
         ({}, {"trace_every": 1}, "traced"),
     ],
-    ids=str,
 )
 def test_cases_unknown_to_the_kernel_run_in_torch(model, moe, why):
     assert why in fused_router_unsupported_reason(_model(model), MoEConfig(**moe))

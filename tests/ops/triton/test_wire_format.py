@@ -23,7 +23,7 @@ def _assert_same_packed(actual, expected, width):
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_rows", [0, 1, 21])
 @pytest.mark.parametrize("width", [4, 128, 260, 384, 130])
 def test_packing_and_unpacking_have_the_bits_of_torch(dtype, num_rows, width):

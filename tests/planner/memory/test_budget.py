@@ -120,7 +120,7 @@ def test_symmetric_memory_is_counted_as_the_runtime_does():
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, ("zero-bubble", 2), ("dualpipev", 2)], ids=str)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, ("zero-bubble", 2), ("dualpipev", 2)])
 @pytest.mark.parametrize("batch", [8, 24, 48])
 def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, batch):
     name, vpp = schedule
@@ -245,7 +245,6 @@ def test_uneven_experts_need_larger_buffers():
         ({"world_size": 4, "ep": 4, "zero": 3}, {}),
         ({}, {"layers": 2}),
     ],
-    ids=str,
 )
 def test_quantized_weights_are_counted_where_micro_batches_share_them(parallel, model, micro_batches):
     cfg = load_config(None, ["model.preset=qwen3-30b-a3b"])

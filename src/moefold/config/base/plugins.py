@@ -206,14 +206,14 @@ def origin_of(part: Any) -> tuple[str, Origin]:
     if part.__module__.startswith(_FILE_MODULE):
         origin = _origin_of_module(sys.modules[part.__module__])
         return f"{Path(origin.file).name}:{part.__qualname__}", origin
-    return _entry_of(part)
+    return entry_of(part)
 
 
 @cache
 def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by kind. A kind of several distributions has several entry points."""
     by_kind: dict[str, tuple[EntryPoint, ...]] = {}
-    for point in _all_entry_points():
+    for point in all_entry_points():
         if point.group == f"{ENTRY_POINTS}{group}":
             by_kind[point.name] = (*by_kind.get(point.name, ()), point)
     return dict(sorted(by_kind.items()))
@@ -269,7 +269,7 @@ def _is_left_open(method: Any) -> bool:
 
 
 @cache
-def _entry_of(part: Any) -> tuple[str, Origin]:
+def entry_of(part: Any) -> tuple[str, Origin]:
     """Return kind and distribution of the entry point of a class; MODULE:CLASS for a class of a program."""
     points = [point for kind_points in entry_points_of(part.group).values() for point in kind_points]
     root = part.__module__.partition(".")[0]
@@ -283,7 +283,8 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
 
 
 @cache
-def _all_entry_points() -> tuple[EntryPoint, ...]:
+def all_entry_points() -> tuple[EntryPoint, ...]:
+    """Return the entry points of all groups of parts, of all installed distributions."""
     points = entry_points()
     groups = sorted(group for group in points.groups if group.startswith(ENTRY_POINTS))
     return tuple(point for group in groups for point in points.select(group=group))

@@ -55,7 +55,7 @@ def _apart(sizes: dict[str, Any], dtype: torch.dtype) -> dict[str, list[float]]:
     return apart
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_arrive_rounded_and_their_gradients_come_back_as_they_are(pool, dtype):
     for apart in pool.run(2, _apart, {"world_size": 2, "ep": 2}, dtype):
         assert apart == {name: [0.0] * 5 for name in apart}

@@ -110,7 +110,7 @@ def test_a_rank_at_another_place_is_named(pool):
         assert second.partition(": ")[2] == first.partition(": ")[2]
 
 
-@pytest.mark.parametrize(("sizes", "target"), [(TWO, 0), (FOUR, 3)], ids=str)
+@pytest.mark.parametrize(("sizes", "target"), [(TWO, 0), (FOUR, 3)])
 def test_a_wrong_count_is_named_with_both_ranks(pool, sizes, target):
     asked = [(sizes, name, "count") for name in ("alltoall", "leastloaded")]
     for found in run_each(pool, sizes["world_size"], _message, *asked):

@@ -77,9 +77,9 @@ class GroupedQueryAttention(SelfAttention):
     ) -> Tensor:
         """Compute grouped-query attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
         columns = [
-            self._shard_of(self.wq, self.bq, slice(None), x.dtype),
-            self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
-            self._shard_of(self.wv, self.bv, self.kv_rows, x.dtype),
+            self.shard_of(self.wq, self.bq, slice(None), x.dtype),
+            self.shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
+            self.shard_of(self.wv, self.bv, self.kv_rows, x.dtype),
         ]
         if self.wg is not None:
             columns.append((local_param(self.wg, x.dtype), None))
@@ -158,7 +158,7 @@ class GroupedQueryAttention(SelfAttention):
         return query, key
 
     @staticmethod
-    def _shard_of(
+    def shard_of(
         weight: Tensor, bias: Tensor | None, weight_rows: slice, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of this rank's heads."""
@@ -191,10 +191,10 @@ class GroupedQueryAttention(SelfAttention):
         norms = self.query_norm, self.key_norm
         query_norm, key_norm = (norm if isinstance(norm, RMSNorm) else None for norm in norms)
         return HeadWeights(
-            query=LinearWeights(*self._shard_of(self.wq, self.bq, slice(None), like.dtype)),
-            key=LinearWeights(*self._shard_of(self.wk, self.bk, slice(None), like.dtype)),
-            value=LinearWeights(*self._shard_of(self.wv, self.bv, slice(None), like.dtype)),
-            output=LinearWeights(*self._shard_of(self.wo, self.bo, slice(None), like.dtype)),
+            query=LinearWeights(*self.shard_of(self.wq, self.bq, slice(None), like.dtype)),
+            key=LinearWeights(*self.shard_of(self.wk, self.bk, slice(None), like.dtype)),
+            value=LinearWeights(*self.shard_of(self.wv, self.bv, slice(None), like.dtype)),
+            output=LinearWeights(*self.shard_of(self.wo, self.bo, slice(None), like.dtype)),
             query_norm=None if query_norm is None else query_norm.local_weight(like),
             key_norm=None if key_norm is None else key_norm.local_weight(like),
             sinks=self._local_sinks(like),
