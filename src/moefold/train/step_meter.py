@@ -178,7 +178,7 @@ class StepMeter:
         """Sum all numbers of a step over the ranks, in one all-reduce.
 
         Args:
-            passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
+            passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`. None: with gradients.
         """
         own = self._own_numbers(loss, flags, memory_tracker, passes)
         device_sums = all_reduce_sum(own.packed(), self._model.groups.world)
