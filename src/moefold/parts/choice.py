@@ -118,7 +118,7 @@ class QuantileChoice(ChoicePart, kind="quantile"):
     sets_bias: ClassVar[bool] = True
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor":
-        """All-gather the scores of the micro-batch, and return the (1 - K/E) quantile of each expert's scores."""
+        """Return the (1 - K/E) quantile of each expert's scores, by an all-gather over the micro-batch."""
         return quantile_thresholds(scores_TE, top_k, tokens.group, tokens.is_token())
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
