@@ -284,7 +284,7 @@ def table(estimates: dict[Layer, Estimate]) -> str:
         lines.append(f"| {layer.name} | {times} | {cost.share:.0%} | {cost.share_without_collectives:.0%} | {goal} |")
     lines += ["", "| layer, tokens of a rank | largest losses, ms and share of the time |", "| --- | --- |"]
     for layer, cost in estimates.items():
-        losses = [f"{part} {lost * 1e3:.2f} ({lost / cost.total:.0%})" for part, lost in cost.losses.most_common(6)]
+        losses = [f"{part} {lost * 1e3:.2f} ({lost / cost.total:.0%})" for part, lost in cost.losses.most_common(3)]
         lines.append(f"| {layer.name} | {', '.join(losses)} |")
     return "\n".join(lines)
 

@@ -163,7 +163,7 @@ class RemotePath(PosixPath):
         return sorted(records, key=lambda entry: entry.name)
 
     def files(self) -> dict[str, RemoteEntry]:
-        """Return all files below a folder by their relative names; the file itself under its own name.
+        """Return all files below a folder by their relative names, or the file itself under its own name.
 
         Raises:
             OSError: the files cannot be listed.
@@ -264,7 +264,7 @@ class RemotePath(PosixPath):
         return BufferedReader(raw, _READ_BUFFER_BYTES) if mode == "rb" else raw
 
     def read_range(self, start: int, size: int) -> bytes:
-        """Return `size` bytes of the file from `start` on, by one request; fewer at its end."""
+        """Return `size` bytes of the file from `start` on, fewer at its end, by one request."""
         with self._requests() as (filesystem, key):
             return bytes(filesystem.cat_file(key, start=start, end=start + size))
 

@@ -12,6 +12,9 @@ from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_o
 
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
+MAX_CELL = 140
+PAGES_WITH_LONG_CELLS = ("recipe.md", "commands.md", "metrics.md", "gpu.md", "CHANGELOG.md")
+"""Generated pages, and a record."""
 MAX_TEST_NAME = 76
 # A docstring that begins so is a clause without a main verb, or needs a noun from elsewhere.
 NO_FIRST_WORDS = re.compile(
@@ -100,6 +103,18 @@ def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
         if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|") and "](" not in line:
             found.append(f"{name_of(path, root)}:{number}: {len(line)} columns")
     return found
+
+
+def long_cells(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the lines of a page with a cell of a table that should be a list or a paragraph, links by their text."""
+    lines = path.read_text().splitlines()
+    rows = [(number, line) for number, line in enumerate(lines, 1) if line.startswith("|")]
+    return [
+        f"{name_of(path, root)}:{number}: a cell of {len(cell)} characters"
+        for number, line in rows
+        for cell in re.split(r"(?<!\\)\|", re.sub(r"\]\([^)]*\)", "]", line))
+        if len(cell.strip()) > MAX_CELL
+    ]
 
 
 def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:

@@ -36,6 +36,11 @@ def test_pages_are_plain(page):
     assert prose.words_of_page(page) == []
 
 
+def test_cells_of_tables_are_short():
+    pages = [page for page in PAGES if page.name not in prose.PAGES_WITH_LONG_CELLS]
+    assert [found for page in pages for found in prose.long_cells(page)] == []
+
+
 def test_one_binding_a_line():
     found = [line for path in CODE for line in prose.packed_assignments(path)]
     assert len(found) <= prose.MAX_PACKED_ASSIGNMENTS, found
@@ -97,6 +102,15 @@ def test_long_lines_of_pages_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("x" * 121 + "\n| " + "x" * 121 + " |\n[x](" + "x" * 121 + ")\n")
     assert prose.words_of_page(page, tmp_path) == ["page.md:1: 121 columns"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_found"), [("x " * 71, True), ("[x](" + "x" * 141 + ")", False), ("x\\|" * 60, True)]
+)
+def test_long_cells_are_found(tmp_path, cell, is_found):
+    page = tmp_path / "page.md"
+    page.write_text(f"{'x ' * 90}\n\n| a | b |\n| --- | --- |\n| y | {cell} |\n")
+    assert bool(prose.long_cells(page, tmp_path)) == is_found
 
 
 @pytest.mark.parametrize(("text", "is_found"), [("a, b = 1, 2", True), ("a, b = f()", False), ("a, b = b, a", False)])

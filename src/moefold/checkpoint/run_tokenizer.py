@@ -126,7 +126,7 @@ def recorded_fingerprint(meta: CheckpointMeta) -> str:
 
 
 def other_tokenizer_reason(name: str, file: Path, fingerprint: str) -> str:
-    """Return the reason why the file with a recorded name is not a run's tokenizer; empty if it is, or if unknown."""
+    """Return the reason why the file with a recorded name is not a run's tokenizer. Empty if it is, or if unknown."""
     if not fingerprint or not file.is_file() or matches_fingerprint(file, fingerprint):
         return ""
     return f"data.tokenizer={name!r} has other content than at the training: {file} is another tokenizer"

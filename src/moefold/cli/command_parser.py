@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; {hint}\n")
 
     def _our_words(self, message: str) -> str:
-        """Return moefold's name for an argument of other software that argparse does not recognise; "" if unknown."""
+        """Return moefold's name for an argument of other software that argparse does not recognise, "" if unknown."""
         if not message.startswith("unrecognized arguments: "):
             return ""
         from moefold.config.suggestions import key_types, sections

@@ -82,7 +82,7 @@ class AsyncResult:
         return received if self._postprocess is None else self._postprocess(received)
 
     def wait_resumable(self) -> Resumable[Tensor]:
-        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one rank."""
+        """Yield once while the collective is in flight, unless the group has one rank, then wait for the result."""
         if self._collective is not None:
             yield
         return self.wait()

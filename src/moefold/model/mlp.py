@@ -12,7 +12,7 @@ from moefold.ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward w_down(silu(w_gate x) * (w_up x)); the dense layer, and the shared expert of an MoE layer."""
+    """Feed-forward w_down(silu(w_gate x) * (w_up x)): the dense layer, and the shared expert of an MoE layer."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""RMSNorm: root-mean-square normalisation (arXiv:1910.07467); and LayerNorm (arXiv:1607.06450)."""
+"""RMSNorm, root-mean-square normalisation (arXiv:1910.07467), and LayerNorm (arXiv:1607.06450)."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from moefold.ops.norm import cpu_rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernels`.
+    """RMSNorm over the last dim with a learned weight [size]. `parallelize` sets `kernels`.
 
     Args:
         zero_centered: whether values are multiplied by 1 + weight (Gemma, Qwen3-Next).
@@ -74,7 +74,7 @@ class FullWidthQKNorm(nn.Module):
 
 
 class HeadL2Norm(nn.Module):
-    """QK norm without weights: divides each head by its root mean square (Llama 4); `parallelize` sets `kernels`."""
+    """QK norm without weights: divides each head by its root mean square (Llama 4). `parallelize` sets `kernels`."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ class PagedAttention(PagedCache):
             q: queries, [R, 1, A, D].
             k: keys of the same tokens, [R, 1, G, D].
             v: values, [R, 1, G, D or narrower].
-            sinks, scale: see `CoreAttention`; sinks [A].
+            sinks, scale: see `CoreAttention`. sinks [A].
 
         Returns:
             [R, 1, A, D].
@@ -177,7 +177,7 @@ class PagedAttention(PagedCache):
         return f"gathered, as {reason}" if reason else "read by flash attention"
 
     def _gather_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> str:
-        """Return the reason why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
+        """Return the reason why pages are gathered for these tensors, or "" if a kernel reads their segments."""
         if self._reader is None:
             return "run.kernels='plain'"
         if self._limits.chunk_size:

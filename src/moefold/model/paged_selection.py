@@ -39,7 +39,7 @@ class LastSelections:
         self._positions_RK = None
 
     def previous_selections(self, previous_slots_R: Tensor) -> Tensor | None:
-        """Return the selections of the rows with these slots, int32 [R, K], -1 for other rows; None without selections.
+        """Return the selections of the rows with these slots, int32 [R, K], -1 for other rows. None without selections.
 
         Args:
             previous_slots_R: slot of the position before each row's, which no other sample writes.
@@ -130,7 +130,7 @@ def select_slots(
     slots_of_rows = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
     def select(row_ids: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
-        """Select keys for rows with a table each, or for all rows of one sample; return positions, int32 [rows, K]."""
+        """Select keys for rows with a table each, or for all rows of one sample. Return positions, int32 [rows, K]."""
         positions = positions_R[row_ids]
         num_pages = farthest // page_positions + 1
         tables_NP = tables_NP[:, :num_pages]

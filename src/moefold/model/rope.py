@@ -40,7 +40,7 @@ def build_rope(
 
 
 class RopeTable:
-    """RoPE of all positions up to the last requested position; decoding looks rows up in it, with the same bits."""
+    """RoPE of all positions up to the last requested position. Decoding looks rows up in it, with the same bits."""
 
     def __init__(
         self, settings: RopeSettings, dtype: torch.dtype, kernel: RopeKernel | None, frequencies: Tensor, seq_len: int

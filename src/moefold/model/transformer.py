@@ -38,7 +38,7 @@ RunBlock = Callable[..., Resumable[LayerOutput]]
 
 
 class Embedding(nn.Module):
-    """Token embedding, weight [V, H]; also the output head where embeddings are tied."""
+    """Token embedding, weight [V, H]. It is also the output head where embeddings are tied."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
             document_bounds: bounds of the documents in the column "document_starts", or None if the CPU reads it.
 
         Returns:
-            Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
+            Hidden states [S/(cp*tp), B, H]. From the last stage the terms of the loss, `loss_terms`, or, without
             labels, the logits [S/cp, B, V/tp].
         """
         return run_to_end(self._run(x, columns, document_bounds, _run_module))

@@ -123,7 +123,7 @@ class PolicyGradientLoss:
     def _token_loss(
         self, output: ModelOutput, columns: Mapping[str, Tensor], log_probs: Tensor, sequences: Sequences | None
     ) -> Tensor:
-        """Compute the loss of each token before weights and correction, [B, S/cp]; record ratio and clipping."""
+        """Compute the loss of each token before weights and correction, [B, S/cp]. Record ratio and clipping."""
         is_trained = columns["weights"] != 0
         old = columns.get("trainer_log_probs" if self.reads_trainer_log_probs else "old_log_probs")
 
@@ -146,7 +146,7 @@ class PolicyGradientLoss:
     def _correction(
         self, output: ModelOutput, columns: Mapping[str, Tensor], log_probs: Tensor, sequences: Sequences | None
     ) -> Tensor | None:
-        """Return the factor of each token's loss, [B, S/cp], without gradient; record the mismatch of the sampler."""
+        """Return the factor of each token's loss, [B, S/cp], without gradient. Record the mismatch of the sampler."""
         sampled = columns.get("old_log_probs")
         if sampled is None:
             return None

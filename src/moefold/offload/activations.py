@@ -63,7 +63,7 @@ class ActivationOffload:
         backend: stores the bytes.
         min_bytes: smaller storages stay on the device.
         is_synchronous: the forward pass waits for the copies, so that at most two part runs are in memory. Otherwise it
-            never waits; storages that could not be stored and loaded in time, judged by the previous step, stay.
+            never waits. Storages that could not be stored and loaded in time, judged by the previous step, stay.
         rank: rank for messages.
         clock: time in seconds, from an arbitrary start.
     """
@@ -114,7 +114,7 @@ class ActivationOffload:
         self._awaiting_backward.clear()
 
     def end_step(self) -> OffloadTotals:
-        """Return the totals since the last call; warns once if the backend is too slow for most of the bytes."""
+        """Return the totals since the last call. Warn once if the backend is too slow for most of the bytes."""
         if self._num_steps > 1:
             self._warn_if_slow()
         (_, out_s) = self._store_bandwidth.end_step()

@@ -45,7 +45,7 @@ class OffloadedStorage:
             return None if self._must_stay else self._data
 
     def end_store(self, stored: Any) -> bool:
-        """Free the memory unless it was needed or changed meanwhile; return whether it was. Runs on an I/O thread."""
+        """Free the memory unless it was needed or changed meanwhile. Return whether it was. Runs on an I/O thread."""
         with self._lock:
             if self._must_stay or self._alias is None or tensor_version(self._alias) != self.version:
                 return False

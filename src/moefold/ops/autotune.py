@@ -49,7 +49,7 @@ class Autotuner:
     """Choice of the fastest implementation by key: from recorded times, or measured where it is first needed.
 
     A single rank uses its measurements immediately. Several ranks use the first candidate, the default, until `settle`
-    gives all of them the same times; after that nothing is measured, because other ranks would wait for it.
+    gives all of them the same times. After that nothing is measured, because other ranks would wait for it.
 
     Args:
         is_enabled: False: always take the first candidate, for bitwise reproducible runs, as the fastest candidate may
@@ -83,7 +83,7 @@ class Autotuner:
         """Return the name of the candidate to run.
 
         Synchronises with the device when it measures. Without times of this octave, the nearest octave with times
-        decides; of two equally near octaves, the smaller one.
+        decides, and of two equally near octaves the smaller one.
 
         Args:
             key: parameters that determine the time.
@@ -124,7 +124,7 @@ class Autotuner:
         return min(names, key=nearest.__getitem__)
 
     def _measure(self, key: TuningKey, candidates: Candidates) -> CandidateTimes:
-        """Time each candidate; a candidate that raises is named in a warning, and is not chosen.
+        """Time each candidate. A candidate that raises is named in a warning, and is not chosen.
 
         Raises:
             RuntimeError: no candidate runs.

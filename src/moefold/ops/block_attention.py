@@ -1,4 +1,4 @@
-"""Blockwise attention with log-sum-exp, the building block of ring attention; attention sinks and sliding windows.
+"""Blockwise attention with log-sum-exp, attention sinks and sliding windows, the building block of ring attention.
 
 The softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
 log-sum-exps (arXiv:2205.14135 sec. 3.1, arXiv:2310.01889). Gradients need no merging: given the output and the
@@ -40,7 +40,7 @@ from moefold.ops.gemm import is_faster_in_fp32
 
 
 def scale_queries(q: Tensor, scale: float | None) -> Tensor:
-    """Return queries rescaled for a kernel that multiplies scores by 1/sqrt(D); `scale` None: unchanged."""
+    """Return queries rescaled for a kernel that multiplies scores by 1/sqrt(D), or unchanged for `scale` None."""
     return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
 
 
@@ -167,7 +167,7 @@ CUDA_FLASH_HEAD_MULTIPLE = 8
 """Head dims of the CUDA flash kernel are multiples of this (torch: flash_api.cpp, mha_fwd)."""
 
 Mask = Literal["all", "causal"] | Tensor
-"""Attended keys: all; "causal": query i attends to keys 0..i, with Sq = Sk; or a bool mask [B or 1, Sq, Sk]."""
+"""Attended keys: all, or "causal" (query i attends to keys 0..i, with Sq = Sk), or a bool mask [B or 1, Sq, Sk]."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def merge_lse_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
         lse: running log-sum-exp, [Sq, B, A], of the same dtype, finite, as each query attends to itself in the first
             block.
         block_out: output of the block, [Sq, B, A, D], any floating dtype.
-        block_lse: log-sum-exp of the block, [Sq, B, A]; -inf changes nothing.
+        block_lse: log-sum-exp of the block, [Sq, B, A]. -inf changes nothing.
     """
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
@@ -312,7 +312,7 @@ def block_kernel(q: Tensor, block_mask: Mask) -> BlockKernel:
 
 
 class CpuFlash:
-    """CPU flash kernel; every floating dtype, without an [Sq, Sk] matrix in memory."""
+    """CPU flash kernel, for every floating dtype, without an [Sq, Sk] matrix in memory."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -399,7 +399,7 @@ class CudaFlash:
 
 
 class MathBlockAttention:
-    """Reference implementation in PyTorch operations, for every device and dtype; allocates a [B, A, Sq, Sk] matrix."""
+    """Reference implementation in PyTorch operations, for every device and dtype, with a [B, A, Sq, Sk] matrix."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -542,7 +542,7 @@ def _window_args(mask: FlashMask) -> dict[str, int]:
 
 
 def causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Compute SDPA, causal without a mask; [S, B, heads, D] each, the result is a view of [B, A, S, D].
+    """Compute SDPA, causal without a mask, of [S, B, heads, D] each. The result is a view of [B, A, S, D].
 
     enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal head
     counts it would only rule out kernels.

@@ -41,7 +41,7 @@ class CudnnAttention:
 
 
 def probe_cudnn_attention(device: torch.device) -> str:
-    """Compare cuDNN with the definition on small tensors of a GPU; return the reason why it cannot be used, or ""."""
+    """Compare cuDNN with the definition on small tensors of a GPU. Return the reason why it cannot be used, or ""."""
     masks: tuple[tuple[Mask, int], ...] = (("all", 256), ("causal", 128))
     for mask, num_keys in masks:
         shapes = [(128, 2, 4, 64)] * 2 + [(num_keys, 2, 2, 64)] * 2

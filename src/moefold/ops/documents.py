@@ -77,7 +77,7 @@ class PackedDocuments:
         return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
 
     def in_chunks(self, chunk_size: int) -> "PackedDocuments":
-        """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter; built once."""
+        """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter, once."""
 
         def build() -> PackedDocuments:
             bounds = tuple(
@@ -100,7 +100,7 @@ class PackedDocuments:
         return range(bounds[i - 1], bounds[i])
 
     def segments(self, first: int, length: int) -> Segments:
-        """Return the parts of the documents inside these tokens; copied to the device without waiting for it."""
+        """Return the parts of the documents inside these tokens, copied to the device without waiting for it."""
         ends = [
             sample * length + min(bound, first + length) - first
             for sample, bounds in enumerate(self.bounds.of_samples)
@@ -138,7 +138,7 @@ class AttentionChunks:
     def divide(
         self, documents: PackedDocuments | None, seq_len: int, batch: int, device: torch.device
     ) -> PackedDocuments | None:
-        """Return the chunks of the documents as documents; the documents themselves if there are no chunks.
+        """Return the chunks of the documents as documents, or the documents themselves if there are no chunks.
 
         Args:
             documents: documents of the whole samples, or None if each sample is one document.

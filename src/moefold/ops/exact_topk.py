@@ -25,7 +25,7 @@ def exact_topk(
 ) -> Tensor:
     """Select the k largest scores of each row among its positions starts[r] <= n < stops[r].
 
-    Among equal scores the lowest position is selected; -0.0 equals 0.0, and -inf and +inf are ordinary scores. The
+    Among equal scores the lowest position is selected. -0.0 equals 0.0, and -inf and +inf are ordinary scores. The
     result equals the result of a full sort. No gradient flows.
 
     Args:
@@ -39,7 +39,7 @@ def exact_topk(
             range.
 
     Returns:
-        Selected positions in ascending order, int32 [R, k]; then -1 where a row has fewer than k positions.
+        Selected positions in ascending order, int32 [R, k], then -1 where a row has fewer than k positions.
 
     Raises:
         ValueError: wrong shapes or dtypes, or a row's scores contain NaN. On CUDA, where the host does not wait for the
@@ -65,7 +65,7 @@ def exact_topk(
 
 
 def sorted_topk(scores: Tensor, k: int, *, starts: Tensor | None = None, stops: Tensor | None = None) -> Tensor:
-    """Select as `exact_topk` does, by two stable sorts of each row; the definition of the result.
+    """Select as `exact_topk` does, by two stable sorts of each row, which are the definition of the result.
 
     Raises:
         ValueError: a row's scores contain NaN (on CUDA a device-side assertion).

@@ -18,7 +18,7 @@ DerivedT = TypeVar("DerivedT")
 
 
 class LazyCounts(Sequence[int]):
-    """Tokens of each expert, counted on a device, int64 [E]; only the first read of a number synchronises.
+    """Tokens of each expert, counted on a device, int64 [E]. Only the first read of a number synchronises.
 
     Args:
         values: the same numbers, if the host knows them. Then no read synchronises.
@@ -110,7 +110,7 @@ class PermuteMap:
     """Permutation as kernels use it: rows gathered on read, and outputs summed for each token."""
 
     source_R: Tensor
-    """Token of each row, int32 [R]; -1 in a padding row."""
+    """Token of each row, int32 [R], -1 in a padding row."""
     row_TK: Tensor
     """Row of each routed token, [T, K]."""
     kept_TK: Tensor | None
@@ -184,7 +184,7 @@ class ExpertGradients:
     probs_R: Tensor | None
     """Gradient of the probabilities, or None without probabilities."""
     weights: Callable[[], Sequence[Tensor | None]]
-    """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent weight; called once."""
+    """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent weight, once."""
 
 
 class ExpertOps(Protocol):

@@ -70,7 +70,7 @@ class _Case(NamedTuple):
 
 
 def flash_disagreement(device: torch.device, dtype: torch.dtype) -> str:
-    """Compare torch's flash attention with the definition on small tensors; return how it differs, "" if it agrees."""
+    """Compare torch's flash attention with the definition on small tensors. Return how it differs, "" if it agrees."""
     inputs = random_tensors([(NUM_TOKENS, 1, 4, 64)] * 2 + [(NUM_TOKENS, 1, 2, 64)] * 2, device, dtype)
     for case in _cases(device):
         fault = disagreement(CudaFlash(), inputs, case.flash_mask, case.mask)

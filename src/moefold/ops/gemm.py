@@ -9,7 +9,7 @@ threads of a Zen 5. Elsewhere MKL is faster, compiles no kernels, and reads tran
 transposed. On a Zen 3 with AVX2 it reaches 91 against 78, and 89 against 76.
 
 A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32. For [512, 256] x
-[256, 512] on two threads of a Xeon with AVX-512 only, that is 13 against 130 GFLOP/s; upcasting reaches 85. There
+[256, 512] on two threads of a Xeon with AVX-512 only, that is 13 against 130 GFLOP/s. Upcasting reaches 85. There
 `matmul` upcasts its operands, multiplies in float32, which is the accumulation dtype anyway, and rounds once.
 """
 
@@ -66,10 +66,10 @@ class Gemm:
         return not self.is_faster_than_torch_mm(x)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
-        """Compute x @ w.T, [M, N]; w may have any strides: a transposed matrix is as fast.
+        """Compute x @ w.T, [M, N], for w of any strides: a transposed matrix is as fast.
 
         Args:
-            x_MK: [M, K], of the same dtype as w or `upcast` already; oneDNN copies it first if it is not contiguous.
+            x_MK: [M, K], of the same dtype as w or `upcast` already. oneDNN copies it first if it is not contiguous.
             w_NK: [N, K], in the dtype of the result.
             out_MN: output tensor of that dtype, where `supports_out`.
         """

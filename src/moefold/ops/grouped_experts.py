@@ -1,6 +1,6 @@
 """Expert operations on all experts at once: grouped GEMMs, activation and combine of all rows.
 
-`GroupedExpertOps` computes them in PyTorch operations, expert by expert; kernels override them.
+`GroupedExpertOps` computes them in PyTorch operations, expert by expert. Kernels override them.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,7 +132,7 @@ class GroupedExpertOps:
         Args:
             rows: [R, K].
             w_EKN: any strides.
-            offsets_E: end offset of each expert's rows, int32 [E] on the device; rows after the last are undefined.
+            offsets_E: end offset of each expert's rows, int32 [E] on the device. Rows after the last are undefined.
             second: another pair of sorted rows and matrices, whose product is added.
         """
         y_RN = gemm_per_expert(torch.matmul, rows, w_EKN, offsets_E)
@@ -146,7 +146,7 @@ class GroupedExpertOps:
         permute_map: PermuteMap | None,
         second: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute `grouped_gemm` and sum the rows of each token, [T, N]; without a map return the rows, [R, N]."""
+        """Compute `grouped_gemm` and sum the rows of each token, [T, N]. Without a map return the rows, [R, N]."""
         y_RN = self.grouped_gemm(rows, w_EKN, offsets_E, second)
         return y_RN if permute_map is None else self.combine(y_RN, permute_map)
 
@@ -155,7 +155,7 @@ class GroupedExpertOps:
         return weight_gradient_per_expert(torch.matmul, rows, grad, offsets_E)
 
     def activation(self, activation: ExpertActivation, g_RF: Tensor, u_RF: Tensor, probs_R: Tensor | None) -> Tensor:
-        """Compute the activation times the probabilities of the rows, [R, F]; overwrites nothing."""
+        """Compute the activation times the probabilities of the rows, [R, F], without overwriting anything."""
         hidden_RF = activation.forward(g_RF, u_RF)
         return hidden_RF if probs_R is None else scale_rows(hidden_RF, probs_R)
 
@@ -177,7 +177,7 @@ class GroupedExpertOps:
 def gemm_per_expert(
     gemm: Callable[[Tensor, Tensor], Tensor], rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor
 ) -> Tensor:
-    """Compute gemm(rows, matrix) of each expert, [R, N], 0 after the last row; synchronises with the device."""
+    """Synchronise with the device, and compute gemm(rows, matrix) of each expert, [R, N], 0 after the last row."""
     *expert_rows, padding = _split_by_expert(rows, offsets_E)
     products = [gemm(x, w) for x, w in zip(expert_rows, w_EKN, strict=True)]
     return torch.cat([*products, padding.new_zeros(len(padding), w_EKN.shape[2])])
@@ -186,7 +186,7 @@ def gemm_per_expert(
 def weight_gradient_per_expert(
     gemm: Callable[[Tensor, Tensor], Tensor], rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor
 ) -> Tensor:
-    """Compute gemm(rows.T, grad) of each expert, [E, K, N]; synchronises with the device."""
+    """Synchronise with the device, and compute gemm(rows.T, grad) of each expert, [E, K, N]."""
     pairs = zip(_split_by_expert(rows, offsets_E)[:-1], _split_by_expert(grad, offsets_E)[:-1], strict=True)
     return torch.stack([gemm(x.t(), g) for x, g in pairs])
 
@@ -209,14 +209,14 @@ def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
 
 
 def expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Gather the value of each row's expert, [R, N]; of any expert for the rows after the last expert."""
+    """Gather the value of each row's expert, [R, N], or of any expert for the rows after the last expert."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=len(values_EN) - 1)
     return values_EN.index_select(0, expert_R)
 
 
 def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows: bool) -> Tensor:
-    """Sum the rows of each expert, [E, N]; as a GEMM, so that the order of the sum is deterministic.
+    """Sum the rows of each expert, [E, N], as a GEMM, so that the order of the sum is deterministic.
 
     Args:
         offsets_E: end offset of each expert's rows.

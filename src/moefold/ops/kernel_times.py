@@ -37,7 +37,7 @@ def kernel_environment(device: torch.device) -> Environment:
 
 
 def read_times(environment: Environment, cache_dir: Path | None = None) -> Times:
-    """Return the times recorded for an environment; a file that cannot be read is named in a warning.
+    """Return the times recorded for an environment. A file that cannot be read is named in a warning.
 
     Args:
         environment: see `kernel_environment`.

@@ -10,7 +10,7 @@ Each head has a state S [D, Dv], a linear map from keys to values. For each toke
 `recurrent_linear_attention` is this definition, for decoding. `ChunkedLinearAttention` computes the same in chunks of C
 tokens by matrix products, for training. Within a chunk the updates form a unit lower triangular system (WY
 representation and UT transform, arXiv:2406.06484 sec. 3). Only the states between chunks are computed one after
-another. Letters: A value heads, G key heads, N chunks, C tokens of a chunk; sums are in float32 at least.
+another. Letters: A value heads, G key heads, N chunks, C tokens of a chunk. Sums are in float32 at least.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class ChunkKernel(Protocol):
     """Implementation of gated linear attention in chunks, differentiable."""
 
     def supports(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether the kernel supports q, k, v, log_decay and maybe beta; depends on shapes and dtypes only."""
+        """Return whether the kernel supports q, k, v, log_decay and maybe beta, by shapes and dtypes only."""
         ...
 
     def prepare(self, inputs: Sequence[Tensor], is_start_SB: Tensor | None, chunk_size: int) -> PreparedChunks:
@@ -91,7 +91,7 @@ class ChunkKernel(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedLinearAttention:
-    """Gated linear attention in chunks, differentiable; only `initial_state` communicates.
+    """Gated linear attention in chunks, differentiable. Only `initial_state` communicates.
 
     Attributes:
         chunk_size: tokens of a chunk, C. It changes results only by rounding.
@@ -398,7 +398,7 @@ def causal_convolution(
         x_SBC: tokens, [S, B, C].
         weight_CK: [C, K], the last column for the token itself.
         previous_KBC: the K-1 tokens before the first token, [K-1, B, C].
-        num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
+        num_previous_SB: earlier tokens of each token's document, int64 [S, B]. Tokens before them do not count.
         activation: function of the sums before they are rounded.
         kernel: implementation for the tensors that it supports, without activation and with `F.silu`. None: torch
             operations for all.

@@ -55,7 +55,7 @@ def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | Non
     """Compute torch.nn.functional.rms_norm over the last dim. It saves x and one number for each row.
 
     Args:
-        x: [..., H]; computed in float32 at least.
+        x: [..., H], computed in float32 at least.
         weight: [H], in the dtype of x.
         eps: added to the mean of squares.
         kernel: implementation. None: PyTorch operations.

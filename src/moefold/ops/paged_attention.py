@@ -5,7 +5,7 @@ last dim is the position, and values [P, G, N, D], in one dtype. A row is one to
 sample is slot i % N of page page_table[row, i // N]. The token attends to the first `length` positions, of which the
 last is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
 
-`ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
+`ops/cpu/paged_attention.py` implements it. Without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
 
 from dataclasses import dataclass

@@ -34,8 +34,8 @@ class FlashPages:
     """Attention to pages by flash attention, without autograd, for bfloat16 and float16.
 
     Args:
-        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower for
-            few rows with many keys.
+        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows, which is
+            slower for few rows with many keys.
     """
 
     def __init__(self, *, fixed_order: bool = False) -> None:

@@ -24,8 +24,8 @@ class PermuteOps(Protocol):
         """Sum each token's rows times their probabilities, in float32 at least: [R, H] -> [T, H] in the dtype of y.
 
         Args:
-            y_RH: rows; padding rows and rows after the last kept token are not read.
-            permutation: permutation of the rows; tokens that were not kept count as zero.
+            y_RH: rows. Padding rows and rows after the last kept token are not read.
+            permutation: permutation of the rows. Tokens that were not kept count as zero.
             probs_TK: routing probabilities. None: 1, which makes this the adjoint of `permute`.
         """
         ...

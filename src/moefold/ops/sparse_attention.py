@@ -4,7 +4,7 @@ The score of key s for query t is I[t, s] = sum over heads j of w[t, j] * ReLU(q
 blocks of queries, so its temporary memory does not grow with the number of queries. Sums are in float32 at least.
 
 Letters: S queries of this rank, N keys of the whole sample, K selected keys of a query, J heads of the indexer. Keys
-and selections are rows of the key tensors; -1 marks an empty place of a selection.
+and selections are rows of the key tensors. -1 marks an empty place of a selection.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class VisibleKeys:
         return (keys >= starts) & (keys < self.stops_SB[rows, sample].unsqueeze(1))
 
     def limit(self, rows: slice, sample: int, num_keys: int) -> int:
-        """Return the end of the keys that any query of a block sees; all keys where the host would have to wait."""
+        """Return the end of the keys that any query of a block sees, or all keys where the host would have to wait."""
         if self.stops_SB.device.type != "cpu":
             return num_keys
         return int(self.stops_SB[rows, sample].max())
@@ -63,7 +63,7 @@ def index_scores(query_RJD: Tensor, weight_RJ: Tensor, key_ND: Tensor) -> Tensor
 
 @torch.no_grad()
 def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor:
-    """Select the keys with the highest scores among the keys that each query sees; the lowest key wins ties.
+    """Select the keys with the highest scores among the keys that each query sees. The lowest key wins ties.
 
     A score that is not a number counts as minus infinity. The loss of the indexer is then not a number either.
 
@@ -304,7 +304,7 @@ def _index_loss(index: IndexTensors, blocks: Iterable[_LossBlock]) -> Tensor:
 
 
 class _IndexLoss(torch.autograd.Function):
-    """Sum of the divergences of blocks; saves only the gradients, which its forward pass computes for a scalar loss."""
+    """Sum of the divergences of blocks, for a scalar loss. It saves only the gradients of its forward pass."""
 
     @staticmethod
     def forward(

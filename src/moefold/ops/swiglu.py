@@ -49,7 +49,7 @@ class ExpertActivation(Protocol):
     """Elementwise activation of an expert: hidden = f(g, u), with g = x w_gate and u = x w_up."""
 
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the hidden values, into `out` if given; differentiable only without `out`."""
+        """Compute the hidden values, into `out` if given. It is differentiable only without `out`."""
         ...
 
     def backward(
@@ -57,8 +57,8 @@ class ExpertActivation(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (hidden values, gradient of g, gradient of u), given the gradient of the hidden values; no autograd.
 
-        All have the dtype of `grad`; g and u may be of lower precision. `grad` and `outs`, buffers for two of the
-        results, may be overwritten.
+        All have the dtype of `grad`. The tensors g and u may be of lower precision. `grad` and `outs`, buffers for two
+        of the results, may be overwritten.
         """
         ...
 

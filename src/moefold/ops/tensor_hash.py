@@ -43,7 +43,7 @@ class TensorHasher:
 
 
 def _as_int64(local: Tensor) -> Tensor:
-    """Return the bytes of a tensor in the order of its values, as int64; copies only if not contiguous or aligned."""
+    """Return the bytes of a tensor in the order of its values, as int64. Copy if not contiguous or aligned."""
     flat = local.detach().contiguous().flatten()
     num_bytes = flat.numel() * flat.element_size()
     if num_bytes % _WORD_BYTES == 0 and flat.data_ptr() % _WORD_BYTES == 0:

@@ -30,7 +30,7 @@ class OptimizerRun:
     stage: Group | None
     """The ranks that together hold the parameters of this rank's stage. None: a measurement without ranks."""
     lr: float
-    """Learning rate of the first step; `optim.states.set_learning_rate` sets it before each."""
+    """Learning rate of the first step. `optim.states.set_learning_rate` sets it before each."""
     seed: int
     """Seed of the run."""
     state_store: StateStore | None = None
@@ -59,7 +59,7 @@ def build_optimizer(
         state_store: store of the moments. None: on the device.
 
     Raises:
-        ConfigError: there is not enough memory or disk space for the moments; or an optimizer of another package has
+        ConfigError: there is not enough memory or disk space for the moments, or an optimizer of another package has
             other states than it lists.
     """
     part = chosen_in(train, OptimizerPart)

@@ -144,8 +144,8 @@ def continuation(run: RunConfig, train: TrainConfig, steps: int) -> tuple[tuple[
     """Return overrides that continue a finished run to more steps, and their effect on the learning rate.
 
     If only the number of steps grows, a schedule that has ended is replaced by a schedule in the middle of its decay.
-    The rate then jumps from its last value to about half of the peak. With the overrides the rate keeps its last value;
-    or, if that was 0, a second and lower schedule follows.
+    The rate then jumps from its last value to about half of the peak. With the overrides the rate keeps its last value.
+    If that was 0, a second and lower schedule follows.
 
     Args:
         run, train: sections of the recipe of the finished run.

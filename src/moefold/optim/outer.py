@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class OuterOptimizer(OuterWeights):
-    """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
+    """Outer weights, momentum and residual, and their updates in a round. For the arguments see the base class."""
 
     def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the vector that this site sends in a round.
@@ -147,7 +147,7 @@ class OuterOptimizer(OuterWeights):
 
         Args:
             delta: result of `difference` for the round.
-            mean: the mean of a round; `delta` itself in a round of one site.
+            mean: the mean of a round, or `delta` itself in a round of one site.
             keep_local: share of the present weights that stays. The rest becomes the outer weights.
         """
         is_single_site = mean is delta and not keep_local and not self._settings.residual

@@ -188,7 +188,7 @@ def states_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of the same ranks and groups for host tensors. It creates no group.
 
-    Such tensors can be read, written and sharded; to communicate them, copy them to the device first.
+    Such tensors can be read, written and sharded. To communicate them, copy them to the device first.
     """
     groups = mesh.get_all_groups()
     names = mesh.mesh_dim_names

@@ -43,7 +43,7 @@ class Batch:
     """int64 [N, S/cp]."""
     columns: dict[str, Tensor]
     document_bounds: tuple[DocumentBounds, ...] = ()
-    """Document starts of each micro-batch, known to the host; only if samples hold several documents."""
+    """Document starts of each micro-batch, known to the host, only if samples hold several documents."""
     num_tokens: int | None = None
     """Input tokens of the global batch over all ranks, without padding, or None for a batch that no trainer counts."""
     num_micro_batches: int | None = None

@@ -76,7 +76,7 @@ class ContextParallelSum(ContextParallel):
 
 
 def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0, chunk_size: int = 0) -> CoreAttention:
-    """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1."""
+    """Return the core attention of a context-parallel rank without a plan, `CausalAttention` if cp is 1."""
     if cp.size == 1:
         return CausalAttention(window, chunk_size)
     return context.build(cp, window, chunk_size)

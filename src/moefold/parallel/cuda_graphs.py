@@ -88,8 +88,8 @@ class CapturedPasses:
     """Forward and backward pass of a function, captured as two graphs with its input tensors.
 
     Args:
-        function: returns tensors; the tensors that require gradients are differentiated.
-        inputs: leaves; some require gradients. The graphs read the values that they have at a replay.
+        function: returns tensors. The tensors that require gradients are differentiated.
+        inputs: leaves, some of which require gradients. The graphs read the values that they have at a replay.
     """
 
     def __init__(self, function: TensorFunction, inputs: Sequence[Tensor], recorder: GraphRecorder) -> None:
@@ -146,7 +146,7 @@ class CapturedPasses:
 
 
 def write_inputs(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to fixed addresses, in one launch for each dtype; tensors that share their storage stay.
+    """Copy tensors to fixed addresses, in one launch for each dtype. Tensors that share their storage stay.
 
     Autograd need not know: the input of graphs in use is not overwritten, and weights keep their values in a step.
     """

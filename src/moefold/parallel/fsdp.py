@@ -88,8 +88,8 @@ def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, 
 def shard_data_parallel(stage: Transformer, groups: ParallelGroups, run: RunConfig, parallel: ParallelConfig) -> None:
     """Apply FSDP2: dense parameters over dp x cp, experts over edp, gradients summed (never averaged).
 
-    zero 0 replicates (an all-reduce of gradients); 1 and 2 keep the gathered parameters between forward and backward;
-    3 frees them after each use.
+    zero 0 replicates, by an all-reduce of gradients. 1 and 2 keep the gathered parameters between forward and backward,
+    and 3 frees them after each use.
     """
     replicates = parallel.zero == 0
     dense = groups.dense_mesh["dp_cp", "one"] if replicates else groups.dense_mesh["dp_cp"]

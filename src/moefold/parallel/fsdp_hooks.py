@@ -62,7 +62,7 @@ class PerRankGradDots:
             module.set_all_reduce_hook(self._after_all_reduce)
 
     def pop(self, device: torch.device) -> Tensor:
-        """Return this rank's summand of the Gram matrix since the last call, float64 [size, size]; disable the hook."""
+        """Return this rank's summand of the Gram matrix since the last call, float64 [size, size]. Disable the hook."""
         size = self.group.size
         matrix = (
             torch.zeros(size, size, dtype=torch.float64, device=device)
@@ -74,7 +74,7 @@ class PerRankGradDots:
         return matrix
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of a reduction; FSDP allocates the input first, then the output."""
+        """Allocate a buffer of a reduction. FSDP allocates the input first, then the output."""
         buffer = torch.empty(*size, dtype=dtype, device=device)
         if self._replicates:
             self._buffers.append(buffer)

@@ -1,4 +1,4 @@
-"""Weights of a model in training, gathered region by region on rank 0; a source for writers of Hugging Face folders."""
+"""Source of the weights of a model in training for Hugging Face folders, gathered region by region on rank 0."""
 
 import torch
 from torch import Tensor

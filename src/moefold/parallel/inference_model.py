@@ -168,5 +168,5 @@ class InferenceModel(ShardedStages):
         self.chain.wait_send()
 
     def gather_to_first(self, x: Tensor) -> Tensor | None:
-        """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank; None elsewhere. Collective."""
+        """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank. None elsewhere. Collective."""
         return gather_to_first(x, self.groups.attn.stage)

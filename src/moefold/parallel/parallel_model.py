@@ -100,7 +100,7 @@ class ParallelModel(ShardedStages):
         return {name: parameter for name, parameter in self.named_parameters.items() if parameter.requires_grad}
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
+        """Accumulate the gradients of the batch, reduced over every axis. Return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
         with self.cast_copies.fresh(), self.weight_cache.step():

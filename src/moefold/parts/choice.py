@@ -118,7 +118,7 @@ class QuantileChoice(ChoicePart, kind="quantile"):
     sets_bias: ClassVar[bool] = True
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor":
-        """Return the (1 - K/E) quantile of each expert's scores; all-gathers the scores of the micro-batch."""
+        """Return the (1 - K/E) quantile of each expert's scores, by an all-gather over the micro-batch."""
         return quantile_thresholds(scores_TE, top_k, tokens.group, tokens.is_token())
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
@@ -222,7 +222,7 @@ class SinkhornChoice(ChoicePart, kind="sinkhorn"):
     """Iterations (row and column scaling) on the logits of a micro-batch."""
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
-        """Return the best experts by logits and offsets; all-gathers the logits of the micro-batch in training."""
+        """Return the best experts by logits and offsets. Training all-gathers the logits of the micro-batch."""
         if not inputs.is_training:
             return inputs.largest(inputs.logits_TE)
         tokens = inputs.tokens

@@ -37,7 +37,7 @@ class DropByProbability(DropPart, kind="probs"):
 
 
 def _order_by_probability(ids: "Tensor", probs: "Tensor", by_index: "Tensor") -> "Tensor":
-    """Return the order by expert, then descending probability, ties by index; for arguments see `DropPart.order`.
+    """Return the order by expert, then descending probability, ties by index. For arguments see `DropPart.order`.
 
     Probabilities are tied if neighbours in their order differ by no more than the tolerance. Tokens with equal context,
     such as the first tokens of samples, have equal probabilities in exact arithmetic, and each mapping rounds them

@@ -43,7 +43,7 @@ class AttentionMeter:
         return [HostFact("the attention plan", str(checksums), self._plan_axes)]
 
     def local_statistics(self, device: torch.device) -> Tensor:
-        """Return this rank's summands, [ranks + 1, micro-batches]: pairs in its row; moved rows and bytes in the last.
+        """Return this rank's summands, [ranks + 1, micro-batches]: pairs in its row, moved rows and bytes in the last.
 
         Micro-batch sets share entries if a step has more micro-batches than the recipe. [0] if no attention is planned.
         """

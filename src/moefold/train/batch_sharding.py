@@ -179,7 +179,7 @@ class BatchSharder(BatchBuilder):
         return batch
 
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """Read this rank's samples of the first `num_samples` of the split; return them with the number over all ranks.
+        """Read this rank's samples of the first `num_samples` of the split. Return them with the number over all ranks.
 
         The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
         samples are skipped.

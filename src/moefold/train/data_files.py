@@ -84,7 +84,7 @@ class RunDataFiles:
         self._position = position
 
     def decide_restart(self, meta: CheckpointMeta) -> str:
-        """Restart the data at sample 0 if it is not the data of a checkpoint; return the difference, or an empty text.
+        """Restart the data at sample 0 if it is not the data of a checkpoint. Return the difference, or an empty text.
 
         Call it before the state of the checkpoint is loaded.
         """

@@ -91,7 +91,7 @@ def nonfinite_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[str, .
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether this rank's shard of a tensor is finite; synchronises with the device."""
+    """Synchronise with the device, and return whether this rank's shard of a tensor is finite."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(torch.isfinite(local).all())
 

@@ -55,7 +55,7 @@ class TrainOutcome:
     run_dir: Path
     """Run folder."""
     metrics: dict[str, Any] | None = None
-    """Metrics of the last step, as in metrics.jsonl; None if this call trained no step, or on ranks that only sample.
+    """Metrics of the last step, as in metrics.jsonl. None if this call trained no step, or on ranks that only sample.
     """
     checkpoint: Path | None = None
     """Newest complete checkpoint of the run, or None if it saves none."""

@@ -307,7 +307,7 @@ def why_unread(cfg: Config, annotations: Iterable[ReadIf]) -> tuple[str, str] | 
 
 
 def _parse(condition: str) -> tuple[str, list[str], bool]:
-    """Return key and values of a condition, and whether the key must have one of them; no values: not its default."""
+    """Return key and values of a condition, and whether the key must have one of them. No values: not its default."""
     key, _, words = condition.partition("=")
     return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
 

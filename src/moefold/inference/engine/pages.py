@@ -156,7 +156,7 @@ class PageTableReader:
         self._pages = np.zeros((0, 1), np.int32)
 
     def read(self, tables: list[PageTable]) -> NDArray[np.int32]:
-        """Return the pages of each sequence, int32 [sequences, pages of the longest], 0 after its last; read only."""
+        """Return the pages of each sequence to read, int32 [sequences, pages of the longest], 0 after its last."""
         if self._num_changes != self._pool.num_changes or self._tables != tables:
             self._pages = np.zeros((len(tables), max((table.num_pages for table in tables), default=1)), np.int32)
             for row, table in zip(self._pages, tables, strict=True):

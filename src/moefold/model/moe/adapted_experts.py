@@ -53,7 +53,7 @@ def adapted_experts(
 
     Args:
         weights: weights of the experts, in the dtype of x, without a gradient.
-        options: row counts, activation and saved tensors; without a `permute_map`.
+        options: row counts, activation and saved tensors, without a `permute_map`.
         probs_R: factor of each output row.
         gemm: GEMM backend where the device has no grouped GEMM.
 

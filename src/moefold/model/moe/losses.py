@@ -43,7 +43,7 @@ def local_load_balancing_loss(
         num_tokens: tokens of the micro-batch, not used with weights.
         weights_T: share of each token in the loss, 0 for padding. None: 1/num_tokens.
         group_T: group of each row, int64 in [0, X). None: row t belongs to group t mod X.
-        score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E] and no weights.
+        score_sums_E: the scores summed over this rank's tokens, if known. Used with counts [1, E] and no weights.
     """
     num_experts = scores_TE.shape[1]
     counts_XE = tokens_per_expert_XE.to(scores_TE.dtype)

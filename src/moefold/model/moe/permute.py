@@ -36,7 +36,7 @@ def plan_permutation(
         kept_TK: mask of kept tokens, bool [T, K]. None: all.
         padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data. None:
             as many as it has tokens.
-        num_rows: rows of a permutation with a mask and without padding, at least the number of kept tokens; the rows
+        num_rows: rows of a permutation with a mask and without padding, at least the number of kept tokens. The rows
             after the last expert's rows have dropped tokens. None: the number of kept tokens, which synchronises.
     """
     device = ids_TK.device

@@ -88,7 +88,7 @@ class RoutingDecision:
     probs_TK: Tensor
     """Routing probability of each choice, [T, K]."""
     scores_TE: Tensor
-    """Scores of all experts, which sum to 1, [T, E]; input of the load-balancing loss."""
+    """Scores of all experts, which sum to 1, [T, E], as input of the load-balancing loss."""
     logits_TE: Tensor
     """[T, E]."""
     thresholds_E: Tensor | None = None
@@ -134,7 +134,7 @@ class Router(nn.Module):
 
     @property
     def step(self) -> int:
-        """Optimizer step; seeds the noise."""
+        """Optimizer step, which seeds the noise."""
         return self._step
 
     @step.setter

@@ -10,7 +10,7 @@ from moefold.comm.groups import Group
 
 
 class MicroBatchGroup:
-    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch; here one rank, which has all of them.
+    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch, here one rank, which has all of them.
 
     Its collectives have no gradient.
     """
@@ -49,7 +49,7 @@ class TokenColumns:
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp], or None if there is no padding."""
     positions: Tensor | None = None
-    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; otherwise None."""
+    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens, else None."""
     token_samples: Tensor | None = None
     """Index of each token's sample in the global batch, int64 [B, S/cp], together with `positions`."""
 

@@ -35,8 +35,8 @@ def uniform_noise(
         seed: 64 bits, different for each layer.
         step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
             noise.
-        sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
-        positions_S: positions of the tokens in their sample; or of each row, [rows].
+        sample_ids_B: index of each sample in the global batch, or of the sample of each row, [rows, 1].
+        positions_S: positions of the tokens in their sample, or of each row, [rows].
         dtype: dtype of the result. Each value is rounded to it once, from float64.
 
     Returns:
@@ -59,14 +59,14 @@ def uniform_noise(
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser, a bijection of 64 bits, in place; relies on wrap-around of int64 products."""
+    """Apply SplitMix64's finaliser, a bijection of 64 bits, in place. It relies on wrap-around of int64 products."""
     bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(MIX_A))
     bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(MIX_B))
     return bits.bitwise_xor_(_shift_(bits.clone(), 31))
 
 
 def _shift_(bits: Tensor, count: int) -> Tensor:
-    """Shift right in place and fill with zeros; torch's shift extends the sign."""
+    """Shift right in place and fill with zeros. torch's shift extends the sign."""
     return bits.bitwise_right_shift_(count).bitwise_and_((1 << (64 - count)) - 1)
 
 

@@ -47,7 +47,7 @@ class CompilerError(Exception):
 
 @cache
 def load_library(name: str) -> ctypes.CDLL:
-    """Load the library of `<name>.c` from this user's cache; compile it first if needed, in a second or two.
+    """Load the library of `<name>.c` from this user's cache. Compile it first if needed, in a second or two.
 
     The file name of a library is a hash of its source and all headers, the compiler and the processor, whose
     instructions it uses. It is written under a temporary name and renamed. Folders and files that other users may write
@@ -122,7 +122,7 @@ def address_of(x: Tensor | None) -> int | None:
 
 
 def build_libraries(*names: str) -> None:
-    """Build these libraries in parallel where no cache has them; the first process of a machine builds for all.
+    """Build these libraries in parallel where no cache has them. The first process of a machine builds for all.
 
     Raises:
         CompilerError: see `load_library`.
@@ -216,7 +216,7 @@ def _file_name(source: Path, *command: str) -> str:
 
 @contextlib.contextmanager
 def _build_lock() -> Iterator[None]:
-    """Hold this user's build lock; no lock where folders cannot be locked."""
+    """Hold this user's build lock, or none where folders cannot be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             descriptor = stack.enter_context(_open_private_folder(cache_folders(None)[0]))

@@ -149,7 +149,7 @@ class CDecodePass:
         return layer
 
     def compute(self, layers: Sequence["CDecodeLayer"], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
+        """Compute layers of this decoder in sequence. The kernel must choose their experts, without shared experts.
 
         Args:
             layers: at least one layer. All have the same number of experts for each row.
@@ -251,7 +251,7 @@ class CDecodeLayer:
             x_RH: rows of the residual stream, [R, H], R at least 1.
 
         Returns:
-            The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits
+            The residual stream [R, H], the same rows after the norm of the feed-forward layer, [R, H], and the logits
             of the router, float32 [R, E], None in a dense layer.
         """
         shared = self._shared
@@ -275,14 +275,14 @@ class CDecodeLayer:
     def add_experts(
         self, y_RH: Tensor, normed_RH: Tensor, ids_RK: Tensor, probs_RK: Tensor, shared_RH: Tensor | None
     ) -> None:
-        """Add the output of the chosen experts to the residual stream, in place; after `attend` of the same rows.
+        """Add the output of the chosen experts to the residual stream, in place, after `attend` of the same rows.
 
         Args:
             y_RH: residual stream, contiguous.
             normed_RH: input of the experts, as `attend` returned it.
             ids_RK: experts of each row, int64 [R, K]. The experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to the output of the routed experts; None if not added.
+            shared_RH: output of shared experts, which is added to the output of the routed experts. None: not added.
         """
         shared = self._shared
         shape = shared.struct.rows, self.top_k

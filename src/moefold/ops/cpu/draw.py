@@ -45,7 +45,7 @@ class CDraw:
         Args:
             logits_NV: logits over the whole vocabulary.
             temperature: divisor of the logits. 0: the first of the largest logits.
-            uniforms: number in [0, 1) for each row; not read at temperature 0.
+            uniforms: number in [0, 1) for each row, not read at temperature 0.
         """
         num_rows, width = logits_NV.shape
         # The C code has no bounds checks.

@@ -28,7 +28,7 @@ class CExactTopk:
     def __call__(
         self, scores: Tensor, k: int, starts: Tensor | None, stops: Tensor | None, guess: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Return the positions, int32 [R, k], and the number of rows with a NaN; for arguments see `exact_topk`."""
+        """Return the positions, int32 [R, k], and the number of rows with a NaN. For arguments see `exact_topk`."""
         rows, width = scores.shape
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         starts, stops, guess = (None if t is None else t.contiguous() for t in (starts, stops, guess))

@@ -68,7 +68,7 @@ class SequentialExpertOps:
         probs_R: Tensor | None,
         saved: Sequence[Tensor],
     ) -> ExpertGradients:
-        """See `ExpertOps`; weight gradients that are not delayed are computed while their inputs are in the cache."""
+        """See `ExpertOps`. Weight gradients that are not delayed are computed while their inputs are in the cache."""
         gemm = self.gemm
         gradients = _WeightGradients(self, x, weights, options)
         delayed: list[_ExpertGradInputs] = []

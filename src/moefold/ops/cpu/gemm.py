@@ -1,4 +1,4 @@
-"""GEMM on a CPU in C, for any row count, strides and mix of float32 and bfloat16; an `ops.gemm.Gemm`.
+"""`ops.gemm.Gemm` on a CPU in C, for any row count, strides and mix of float32 and bfloat16.
 
 It is as fast as the libraries. Its advantage: it writes into any output, and needs no padded rows, copies of transposed
 operands or cast copies of weights, because it pads, transposes and casts while packing operands. Results are bitwise
@@ -81,7 +81,7 @@ class CGemm(Gemm):
         return rows if _is_supported_tensor(like) else super().padded_rows(rows, like)
 
     def cast_weight(self, w: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Gemm`; weights that are rounded while packing are returned unchanged."""
+        """See `Gemm`. Weights that are rounded while packing are returned unchanged."""
         return w if w.dtype in DTYPE_CODES and dtype == torch.bfloat16 else super().cast_weight(w, dtype)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:

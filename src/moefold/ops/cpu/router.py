@@ -14,7 +14,7 @@ TOLERANCE = 1e-6
 
 
 class CSoftmax:
-    """Softmax over the last dim of float32 tensors, with its gradient; torch's softmax for other tensors."""
+    """Softmax over the last dim of float32 tensors, with its gradient. Other tensors take torch's softmax."""
 
     def __init__(self) -> None:
         self._softmax = declare(load_library("router").router_softmax, POINTER, POINTER, SIZE, SIZE, NUMBER)

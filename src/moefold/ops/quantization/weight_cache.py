@@ -14,7 +14,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 _IDENTITY = "_moefold_weight_identity"
-"""Attribute of a storage; torch preserves it as long as the storage exists, for all tensors that access it."""
+"""Attribute of a storage. torch preserves it as long as the storage exists, for all tensors that access it."""
 
 
 def mark_weight(weight: Tensor, parameter: Tensor) -> None:

@@ -13,7 +13,7 @@ INTERPRETER_BLOCK_V = 16
 """For the interpreter: small, so that small rows have several blocks."""
 NUM_WARPS = 8
 LOWEST_FLOAT32 = tl.constexpr(-3.4028234e38)
-"""Start of a running maximum; -inf would have a distance of NaN to a logit of -inf."""
+"""Start of a running maximum. -inf would have a distance of NaN to a logit of -inf."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _statistics_kernel(logits, rows, tops, sums, targets, width, BLOCK: tl.const
 
 @triton.jit
 def _gradient_kernel(logits, rows, normalizers, grads, out, width, HAS_NORMALIZER: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute grads[0] * (p - one_hot(row)) + grads[1] * p of one block of a row; out may be the logits."""
+    """Compute grads[0] * (p - one_hot(row)) + grads[1] * p of one block of a row. `out` may be the logits."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     cell = token * width + column

@@ -25,7 +25,7 @@ NUM_BINS = tl.constexpr(256)
 
 @triton.jit
 def _keys(scores):
-    """Return int32 keys in the order of the scores; -0.0 and 0.0 have the same key."""
+    """Return int32 keys in the order of the scores. -0.0 and 0.0 have the same key."""
     bits = scores.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, LOWEST_INT32 - bits, bits)
 

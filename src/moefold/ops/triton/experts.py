@@ -120,7 +120,7 @@ class TritonExpertOps(GroupedExpertOps):
     ) -> Tensor:
         """See base class.
 
-        The faster way is used: two products are summed in one accumulator or by the combine; rows that are only
+        The faster way is used. Two products are summed in one accumulator or by the combine. Rows that are only
         reordered are written by the GEMM or reordered after it.
         """
         if permute_map is None:
@@ -205,7 +205,7 @@ class TritonExpertOps(GroupedExpertOps):
         shape: tuple[Hashable, ...],
         candidates: dict[str, Callable[..., ResultT]],
     ) -> ResultT:
-        """Run the fastest candidate; while candidates are timed, each gathers rows that are not materialized yet."""
+        """Run the fastest candidate. While candidates are timed, each gathers rows that are not materialized yet."""
         rows = operands[0]
         needs_gather = tuple(not operand.is_materialized for operand in operands)
         key = TuningKey(op, rows.num_rows, (rows.values.shape[1], needs_gather, *shape, rows.values.dtype))

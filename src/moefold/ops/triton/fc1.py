@@ -135,8 +135,8 @@ def fc1(
         x: rows of unit stride, [R, H], or [any, H] with `source_R`.
         weights: weights of the experts. Gate and up matrices have the same strides.
         offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R.
-        out: contiguous tensors to write, at least one; both projections or none of them. Rows after the last offset are
-            not written.
+        out: contiguous tensors to write, at least one, and both projections or none of them. Rows after the last offset
+            are not written.
         source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
         probs_R: factor of each row of the hidden values. None: 1.
         clamp: (alpha, limit) of the clamped activation. None: SwiGLU.

@@ -26,7 +26,7 @@ SCALED_MM_BLOCK = 128
 
 
 class ScaledMMFp8Linear(Fp8Linear):
-    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks, where it is faster; otherwise our kernels.
+    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks, where it is faster, otherwise our kernels.
 
     Args:
         expert_ops: quantises weights, and computes the other GEMMs.

@@ -33,7 +33,7 @@ TILE_CONFIGS_16_BIT = (
     TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
     TileConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
 )
-"""Candidates in 16-bit dtypes; the last suits fine-grained experts with few rows."""
+"""Candidates in 16-bit dtypes. The last suits fine-grained experts with few rows."""
 TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3),)
 """Candidates in float32, whose tiles need twice the shared memory."""
 

@@ -25,7 +25,7 @@ class QuantizedTensor:
     values: Tensor
     """e4m3 [M, K], contiguous. Weights are [E, M, K]."""
     scales: Tensor
-    """float32 [K/block, M]; for weights [E, M/block, K/block]."""
+    """float32 [K/block, M], for weights [E, M/block, K/block]."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _quantize_columns_kernel(
     x, source, values, scales, offsets, num_experts, width, padded_rows, stride_xr, max_value, min_amax,
     GATHERS: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a block of an expert's rows along the rows and transpose it; NUM_EXPERTS is a power of two."""
+    """Quantise a block of an expert's rows along the rows and transpose it. NUM_EXPERTS is a power of two."""
     block = tl.program_id(0)
     e = tl.arange(0, NUM_EXPERTS)
     next_block = tl.load(offsets + e, mask=e < num_experts, other=0) // BLOCK + e + 1

@@ -19,7 +19,7 @@ def _rope_kernel(
     IS_INTERLEAVED: tl.constexpr, IS_BACKWARD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rotate pairs, forward or backward; the dims after the pairs are copied; y is contiguous."""
+    """Rotate pairs, forward or backward. The dims after the pairs are copied, and y is contiguous."""
     s = (tl.program_id(0) // num_batch).to(tl.int64)
     b = (tl.program_id(0) % num_batch).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -33,7 +33,7 @@ class RouterOptions:
 
 @triton.jit
 def _first_argmax(values, index, not_found: tl.constexpr):
-    """Return the index of the largest value of each row; of equal values the first."""
+    """Return the index of the largest value of each row, of equal values the first."""
     best = tl.max(values, 1)
     return tl.min(tl.where(values == best[:, None], index[None, :], not_found), 1)
 

@@ -83,7 +83,7 @@ def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.
 
 
 def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
-    """Select the device's scaled GEMMs if they agree with the emulation; otherwise the emulation, with a warning."""
+    """Select the device's scaled GEMMs if they agree with the emulation, otherwise the emulation, with a warning."""
     name = linear_backend.quant_format.name
     reason = scaled_mm_unsupported_reason(linear_backend, linear_backend.quant_format, device, dtype)
     if reason:

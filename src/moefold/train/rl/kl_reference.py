@@ -44,7 +44,7 @@ class ReferenceModel:
 
     @property
     def source(self) -> str:
-        """The weights that rl.reference names: a run, a checkpoint or a Hugging Face folder; "" for random weights."""
+        """The weights that rl.reference names: a run, a checkpoint or a Hugging Face folder. "": random weights."""
         cfg = self._cfg
         if cfg.rl.reference != "start":
             return cfg.rl.reference

@@ -71,7 +71,7 @@ class PromptCatalog:
 
 
 class RolloutLoader:
-    """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
+    """`StepData` of reinforcement learning: samples, scores and packs the rollouts of each step."""
 
     train_sampler: PromptCatalog
     """The training prompts, set by `open`, like `validation_sampler` and `queue`."""

@@ -183,7 +183,7 @@ class SiteMeeting:
             time.sleep(POLL_S)
 
     def ask_for_round(self, request: Message) -> RoundAnswer | None:
-        """Ask for the members of a round; None if the other sites have applied rounds without this one. Collective.
+        """Ask for the members of a round. None if the other sites have applied rounds without this one. Collective.
 
         Raises:
             ConfigError, RunError: as `raise_if_refused`.

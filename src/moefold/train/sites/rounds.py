@@ -168,7 +168,7 @@ class SiteRounds(StageCallback):
         return step
 
     def on_rollback(self, context: TrainingContext) -> None:
-        """Discard the round under way, as the weights of its differences are gone; in runs of one site."""
+        """Discard the round under way, as the weights of its differences are gone, in runs of one site."""
         self._running_exchange = None
         self._record = {}
 

@@ -125,7 +125,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
     takes_any_tokens: bool = False
     """True if ranks may hold different numbers of tokens, and more than in training: decoding uses it unchanged."""
     permute_ops: PermuteOps = TORCH_PERMUTE_OPS
-    """Operations of the permutation and of the combine; set by `use_permute_ops`."""
+    """Operations of the permutation and of the combine, set by `use_permute_ops`."""
 
     def use_permute_ops(self, ops: PermuteOps) -> None:
         """Set the operations of the permutation and of the combine."""
@@ -274,7 +274,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
 
 def fp8_wire_format(rows: Tensor, ops: PermuteOps) -> WireFormat:
-    """Return the FP8 wire format of tokens; tokens quantised before change by at most the last bit."""
+    """Return the FP8 wire format of tokens. Tokens quantised before change by at most the last bit."""
     width = rows.shape[1]
     dtype = rows.dtype
     return WireFormat(ops.pack, lambda packed: ops.unpack(packed, width, dtype))

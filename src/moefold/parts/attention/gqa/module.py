@@ -75,7 +75,7 @@ class GroupedQueryAttention(SelfAttention):
         documents: PackedDocuments | None = None,
         selection: "Selection | None" = None,
     ) -> Tensor:
-        """Compute grouped-query attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
+        """Compute grouped-query attention, see `SelfAttention.forward`. For `selection` see `_attend`."""
         columns = [
             self.shard_of(self.wq, self.bq, slice(None), x.dtype),
             self.shard_of(self.wk, self.bk, self.kv_rows, x.dtype),

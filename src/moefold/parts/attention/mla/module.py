@@ -92,7 +92,7 @@ class LatentAttention(SelfAttention):
         documents: PackedDocuments | None = None,
         selection: Selection | None = None,
     ) -> Tensor:
-        """Compute latent attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
+        """Compute latent attention, see `SelfAttention.forward`. For `selection` see `_attend`."""
         local = self._latents(x)
         gathered = self._all_gather_latents(local)
         attended = self._attend(x, local, gathered, rope, documents, selection)

@@ -96,7 +96,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         )
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, AllToAllMetadata]:
-        """Permute the tokens by expert; all-gathers the counts [E] of all ranks, and waits once for split sizes."""
+        """Permute the tokens by expert. It all-gathers the counts [E] of all ranks, and waits once for split sizes."""
         padded_capacity = routing_map.padded_capacity
         ids_TK = routing_map.ids_TK
         permutation = plan_permutation(

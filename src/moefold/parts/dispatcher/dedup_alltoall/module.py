@@ -53,7 +53,7 @@ class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
         self._fp8_dispatch = fp8_dispatch
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, DedupMetadata]:
-        """Permute the tokens by rank; all-gathers two numbers for each pair of ranks, and waits once for them."""
+        """Permute the tokens by rank. It all-gathers two numbers for each pair of ranks, and waits once for them."""
         assert routing_map.padded_capacity is None, "rows of a token and a rank cannot be padded by expert"
         ids_TK = routing_map.ids_TK
         if routing_map.kept_TK is not None:

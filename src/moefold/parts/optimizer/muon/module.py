@@ -59,7 +59,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     one rank (`MatrixRedistributor`), so the update equals the update of the unsharded parameter and is computed once.
 
     Args:
-        matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
+        matrices: the parameters of Muon by name, 2D, or 3D with one matrix per index of the first dim.
         part: momentum, steps and weight decay.
         split: returns the logical matrices of a full matrix, as views.
         run: the stage (constructor and step are collective over it), learning rate and store of the momenta.

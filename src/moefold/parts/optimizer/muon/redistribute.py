@@ -74,7 +74,7 @@ class MatrixRedistributor:
 
     Args:
         group: the ranks that together hold the tensors: a pipeline stage.
-        tensors: tensors by name, the same names on every rank; 2D, or 3D with one matrix per index of the first dim.
+        tensors: tensors by name, the same names on every rank, 2D, or 3D with one matrix per index of the first dim.
         bucket_elements: see `BUCKET_ELEMENTS`.
     """
 
