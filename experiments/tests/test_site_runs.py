@@ -15,7 +15,7 @@ from moefold.launch.meeting import describe_sites
 from moefold.launch.site_round import pair_members
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.signals import StopSignals
-from moefold.train.sites.callbacks import SiteRounds
+from moefold.train.sites.rounds import SiteRounds
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
