@@ -43,7 +43,7 @@ class IndexShuffle:
 
 
 class EpochOrder:
-    """Order of the members of a part of the data, by their index in the run; shuffled anew in each epoch."""
+    """Order of the members of a part of the data, by their index in the run, with another shuffle in each epoch."""
 
     def __init__(self, length: int, key: int | None) -> None:
         """Select the orders by a 64-bit key; None: the order of the data, in every epoch."""
