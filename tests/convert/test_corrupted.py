@@ -308,7 +308,7 @@ def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
     assert "tensor lm_head.weight is in two files, part.safetensors and rest.safetensors" in capsys.readouterr().err
 
 
-def test_adapters_beside_whole_weights_are_not_passed_over(sound, tmp_path):
+def test_adapters_next_to_whole_weights_are_not_passed_over(sound, tmp_path):
     folder = _copy(sound, tmp_path)
     assert open_hf_folder(folder).tensors
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
