@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
 from moefold.convert.families.hf_config import read_model_config
+from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import MANIFEST_FILE, copy_sidecar_files
 from moefold.errors import ConfigError
 from moefold.inference.load import load_model
@@ -305,6 +306,14 @@ def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
     save_file({EXPERT: tensors[EXPERT], "lm_head.weight": tensors["lm_head.weight"]}, folder / "part.safetensors")
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
     assert "tensor lm_head.weight is in two files, part.safetensors and rest.safetensors" in capsys.readouterr().err
+
+
+def test_adapters_next_to_whole_weights_are_not_passed_over(sound, tmp_path):
+    folder = _copy(sound, tmp_path)
+    assert open_hf_folder(folder).tensors
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match=r"has adapters \(adapter_config\.json\), which transformers would apply"):
+        open_hf_folder(folder)
 
 
 def test_values_whose_sum_is_infinite_are_imported(sound, tmp_path):

@@ -21,7 +21,7 @@ from moefold.convert.families.hf_config import (
     read_hf_config,
     text_config,
 )
-from moefold.convert.families.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
+from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE, INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
 from moefold.errors import ConfigError
@@ -45,10 +45,15 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
     """Read config.json and the headers of all tensor files without values. `ignored_keys` may have any value.
 
     Raises:
-        ConfigError: as in `read_model_config`. Or there are no safetensors files, or a file is missing, damaged,
-            outside the folder, or inconsistent with the index.
+        ConfigError: as in `read_model_config`. Or there are adapters or no safetensors files, or a file is missing,
+            damaged, outside the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
+    if (path / ADAPTER_CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{str(path)!r} has adapters ({ADAPTER_CONFIG_FILE}), which transformers would apply; import them with "
+            "`moefold import DIR OUT --base BASE`, or remove the file to read the weights without them"
+        )
     model = parse_model_config(keys, path, ignored_keys)
     family = find_family(keys, path)
     quantization = keys.get(QUANTIZATION_KEY) or text_config(keys, family).get(QUANTIZATION_KEY)

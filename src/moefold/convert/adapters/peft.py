@@ -22,7 +22,6 @@ from moefold.config.base.param_spec import ParamSpec
 from moefold.config.model import ModelConfig
 from moefold.config.sections.lora import LoraConfig
 from moefold.convert.adapters.peft_config import (
-    CONFIG_FILE,
     CONSTANT_KEYS,
     WEIGHTS_FILE,
     inspect_peft_folder,
@@ -46,6 +45,7 @@ from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
 from moefold.convert.families.family import Family
 from moefold.convert.families.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.families.known_keys import declared_keys
+from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE
 from moefold.convert.families.tensor_mapping import Region, Shape
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
@@ -108,7 +108,9 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
             keys = _config_keys(lora, modules, family, base, other_modules(model, family, modules))
             _add_stacked(keys, parameters, stacked)
-            (tmp_dir / CONFIG_FILE).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            (tmp_dir / ADAPTER_CONFIG_FILE).write_text(
+                json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
             notes = (*notes, *_write_tokenizer_files(tmp_dir, checkpoint, source.meta))
             run = read_training_run(checkpoint, model, source.meta)
             write_model_card(tmp_dir, family.name, model, run, is_adapter=True)

@@ -15,11 +15,11 @@ from moefold.convert.families.known_keys import (
     declared_keys,
     join_reports,
 )
+from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONSTANT_KEYS: dict[str, Any] = {
     "bias": "none",
@@ -46,12 +46,12 @@ _NEUTRAL_KEYS = (
 
 def is_peft_folder(folder: Path) -> bool:
     """Return whether a folder has adapters in PEFT's format."""
-    return (folder / CONFIG_FILE).is_file()
+    return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
 def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
     """Read adapter_config.json, and sort its keys. Refuse adapters of another kind, and those without safetensors."""
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG_FILE
     try:
         keys = read_json(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
     reader = KeyReader(keys)
     reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:
-        report = join_reports(CONFIG_FILE, [classify_keys(CONFIG_FILE, reader, table, ignored_keys)])
+        report = join_reports(ADAPTER_CONFIG_FILE, [classify_keys(ADAPTER_CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r}: {error}") from None
     _check_weights_file(folder)
@@ -123,7 +123,9 @@ def _check_weights_file(folder: Path) -> None:
             f"{str(folder)!r} holds pickled weights ({format_list(pickled)}), which can run code when they are read; "
             "moefold reads safetensors files only: save the adapters again with PEFT (safe_serialization=True)"
         )
-    raise ConfigError(f"{str(folder)!r} has {CONFIG_FILE}, but no {WEIGHTS_FILE} with the adapters; copy it again")
+    raise ConfigError(
+        f"{str(folder)!r} has {ADAPTER_CONFIG_FILE}, but no {WEIGHTS_FILE} with the adapters; copy it again"
+    )
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
