@@ -277,11 +277,17 @@ def bridge_case(model, gpu, release, page="docs/performance-summary.md", **cells
     ],
 )
 def test_rows_of_megatron_bridge_have_the_features_of_its_recipes(model, gpu, release, features):
-    case = bridge_case(model, gpu, release)
+    case = bridge_case(model, gpu, release, precision="BF16" if gpu == "H100" else "MXFP8")
     found = (case.mapping.dispatcher.kind, case.mapping.overlap, case.workload.cuda_graphs, case.recompute)
     assert found == features
     assert case.workload.fused_experts == (features[2] == "full")
     assert not case.workload.unfused_clamp or release < "26"
+
+
+@pytest.mark.parametrize(("precision", "graphs"), [("MXFP8", "full"), ("NVFP4", "full"), ("FP8-CS", "partial")])
+def test_full_graphs_of_megatron_bridge_are_of_recipes_with_scales_of_blocks(precision, graphs):
+    case = bridge_case("Qwen3-235B-A22B", "GB300", "26.06", precision=precision)
+    assert (case.workload.cuda_graphs, case.mapping.overlap) == (graphs, graphs == "full")
 
 
 def test_a_verification_card_has_the_features_that_it_prints():

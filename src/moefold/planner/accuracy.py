@@ -110,8 +110,11 @@ class PublishedRow:
         if "verification_card" in self["source"]:
             return str(bridge["card"]) if self.release >= (26,) else ""
         found = bridge.get(find_model_name(self["model"]), {}).get(_parse_device_name(self["gpu"]), bridge["other"])
-        containers = sorted((since for since in found if _numbers(since) <= self.release), key=_numbers)
-        return str(found[containers[-1]]) if containers else ""
+        # Recipes of bfloat16, and of fp8 with one scale for a tensor, have no full graphs.
+        has_blocks = bool(re.search("MX|NVFP4", self["precision"].upper()))
+        known = {since: words for since, words in found.items() if has_blocks or "full cuda" not in words}
+        containers = sorted((since for since in known if _numbers(since) <= self.release), key=_numbers)
+        return str(known[containers[-1]]) if containers else ""
 
     @property
     def release(self) -> tuple[int, ...]:
