@@ -54,7 +54,7 @@ def run_engine(
     return GenerationEngine(model, settings, SAMPLED).generate(requests)
 
 
-# Slow: gpt-oss has windows too, and the full layers of the hybrid model are those of Mixtral.
+# Slow: gpt-oss has windows too, and the hybrid model has the full layers of Mixtral.
 @pytest.mark.parametrize("kind", few_else_slow(["mixtral", *KINDS, *SLOW_KINDS], FAST_KINDS))
 def test_the_engine_equals_the_whole_text(pool, of_kind, kind):
     path = of_kind(kind)
