@@ -1,10 +1,12 @@
 """A layer that a kernel computes whole has the bits of its modules, with every option that the kernel supports."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -177,6 +179,23 @@ def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expecte
     # Choices of experts are recorded of each layer once.
     num_rows = [len(rows.slots_R) for rows in fixed_passes()]
     assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
+
+
+def test_a_decoder_is_freed_without_the_garbage_collector(monkeypatch):
+    references = []
+    layer = CDecodePass.layer
+    monkeypatch.setattr(
+        CDecodePass, "layer", lambda self, *args: (found := layer(self, *args), references.append(ref(found)))[0]
+    )
+    stage = build(recipe({"layers": 2}))
+    gc.disable()
+    try:
+        run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
+        for block in stage.layers.values():
+            block.fused = None
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_replaced_choices_and_layers_by_modules_are_not_a_single_call(monkeypatch):

@@ -10,6 +10,7 @@ Python and torch take between the calls.
 
 import ctypes
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -135,7 +136,8 @@ class CDecodePass:
         self.kernel = kernel
         self.struct = _RowsStruct()
         self.struct_address = ctypes.addressof(self.struct)
-        self._layers: list[CDecodeLayer] = []
+        # A cycle would keep the pages until Python collects garbage, which training does every 50 steps.
+        self._layers: WeakSet[CDecodeLayer] = WeakSet()
         self._rows: DecodeRows | None = None
         self._key: tuple[int, torch.dtype, int] | None = None
         self._tensors: tuple[Tensor, ...] = ()
@@ -144,7 +146,7 @@ class CDecodePass:
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> "CDecodeLayer":
         """Return the decoding of a layer. The weights and the pages must keep their addresses."""
         layer = CDecodeLayer(self, weights, key_pages, value_pages)
-        self._layers.append(layer)
+        self._layers.add(layer)
         self._key = None
         return layer
 
