@@ -372,10 +372,7 @@ class CostModel:
 
     @memoised(_layer_key)
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float, float]:
-        """Return the seconds of one layer as `layer_time` without recomputation and offload.
-
-        They are those of the forward pass, of the backward pass, and of its weight gradients.
-        """
+        """Return the seconds of one layer without recomputation and offload: forward, backward, weight gradients."""
         mixer, feed_forward = blocks = self.blocks(kind, mapping)
         return *self.plain_s(blocks, overlap=mapping.overlap), mixer.wgrad_s + feed_forward.wgrad_s
 
