@@ -228,25 +228,25 @@ class CostModel:
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         kinds = range(len(self.kind_counts))
         if strategies is None:
-            layers = np.array([self.plain_layer_s(kind, mapping) for kind in kinds])[:, :, None]
+            *layers, wgrad_s = np.array([self.plain_layer_s(kind, mapping) for kind in kinds]).T[:, :, None]
         else:
-            times = (self.layer_time(kind, mapping, strategies) for kind in kinds)
-            layers = np.array([(layer.forward_s, layer.backward_s) for layer in times])
-        wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
+            times = [self.layer_time(kind, mapping, strategies) for kind in kinds]
+            layers = [np.array([layer.forward_s for layer in times]), np.array([layer.backward_s for layer in times])]
+            wgrad_s = np.array([[layer.wgrad_s] for layer in times])
         table = self._pipeline_table(mapping.pp, pipelines)
         contents = table.contents
         shares = table.shares
         head = self.head_and_loss_s(mapping)
         # Seconds of each content, [pipelines, contents, strategies].
         forward, backward = (
-            contents[:, :, :-1] @ layers[:, direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
+            contents[:, :, :-1] @ layers[direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
         )
         busiest = (forward + backward).argmax(axis=1)
         of_pipelines = np.arange(len(pipelines))[:, None]
         at = of_pipelines, busiest, np.arange(busiest.shape[1])
         forward_s = forward[at]
         backward_s = backward[at]
-        weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
+        weight = (shares @ (contents[:, :, :-1] @ wgrad_s))[:, 0]
         mean_forward, mean_backward = ((shares @ ranks)[:, 0] for ranks in (forward, backward))
         sends, send_back = self.exposed_p2p_s(mapping, table.vpp, n)
         bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), mapping.pp, n, table)
@@ -280,7 +280,7 @@ class CostModel:
         total: Any = sum(self.head_and_loss_s(mapping))
         for kind, count in enumerate(self.kind_counts):
             if strategies is None:
-                total += count * sum(self.plain_layer_s(kind, mapping))
+                total += count * sum(self.plain_layer_s(kind, mapping)[:2])
             else:
                 layer = self.layer_time(kind, mapping, strategies)
                 total = total + count * (layer.forward_s + layer.backward_s)
@@ -371,9 +371,10 @@ class CostModel:
         return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
 
     @memoised(_layer_key)
-    def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
-        """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        return self.plain_s(self.blocks(kind, mapping), overlap=mapping.overlap)
+    def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float, float]:
+        """Return the seconds of one layer without recomputation and offload: forward, backward, weight gradients."""
+        mixer, feed_forward = blocks = self.blocks(kind, mapping)
+        return *self.plain_s(blocks, overlap=mapping.overlap), mixer.wgrad_s + feed_forward.wgrad_s
 
     def plain_s(self, blocks: tuple[BlockTime, BlockTime], *, overlap: bool) -> tuple[Any, Any]:
         """Return the seconds of layers with a token mixer and a feed-forward network, forward and backward.

@@ -335,7 +335,7 @@ def _combine_stage(
 
 
 def _scaled(item: CostItem, factor: float) -> CostItem:
-    return replace(item, seconds=item.seconds * factor)
+    return item._replace(seconds=item.seconds * factor)
 
 
 def _stream(item: CostItem) -> str:
