@@ -233,7 +233,7 @@ def plan_loads(
 
 
 def _side_by_side(plans: Sequence[AttentionPlan]) -> AttentionPlan:
-    """Join the plans of micro-batch sets of a shape into one plan: each set has further ranks and further tokens."""
+    """Join the plans of micro-batch sets of a shape into one plan: each set has its own ranks and tokens."""
     placements = [plan.placement for plan in plans]
     shape = placements[0].shape
     num_tokens = shape.num_tokens
