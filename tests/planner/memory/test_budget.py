@@ -323,7 +323,8 @@ def test_offloaded_tensors_are_not_counted(offload):
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
     """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
-    model = model_of({"layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
+    sizes = {"layers": 2, "layers.ffn": "dense, moe", "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64}
+    model = model_of(sizes)
     cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
     shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
 
