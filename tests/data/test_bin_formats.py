@@ -121,15 +121,27 @@ def test_an_index_with_other_sequences_than_its_documents_is_refused(tmp_path, d
 
 
 @pytest.mark.parametrize("field", ["length", "offset"])
-def test_an_index_whose_sequences_leave_a_gap_is_refused(tmp_path, field):
-    path = _write_megatron(tmp_path, 4, "<i4")
+@pytest.mark.parametrize("documents", [DOCUMENTS, (0, 6)], ids=["four", "one"])
+def test_an_index_whose_sequences_leave_a_gap_is_refused(tmp_path, field, documents):
+    path = _write_megatron(tmp_path, 4, "<i4", documents)
     index = path.with_suffix(".idx")
-    content = bytearray(index.read_bytes())
-    # The second of six sequences: lengths begin after 34 bytes, offsets after the lengths.
-    start, kind = (34 + 4, "<i4") if field == "length" else (34 + 4 * 6 + 8, "<i8")
-    number = np.frombuffer(content, kind, 1, start) - 1
-    content[start : start + number.nbytes] = number.tobytes()
-    index.write_bytes(content)
+    whole = index.read_bytes()
+    for sequence in range(5):
+        content = bytearray(whole)
+        # Lengths begin after 34 bytes, offsets after the lengths.
+        start, kind = (34 + 4 * sequence, "<i4") if field == "length" else (34 + 4 * 6 + 8 * sequence, "<i8")
+        number = np.frombuffer(content, kind, 1, start) + 1
+        content[start : start + number.nbytes] = number.tobytes()
+        index.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
+            open_document_ends(path, sum(LENGTHS))
+
+
+def test_an_index_without_the_first_sequence_of_the_file_is_refused(tmp_path):
+    path = _write_megatron(tmp_path, 4, "<i4", (0, 1))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2)
+    body = np.array([20], "<i4").tobytes() + np.array([4 * 2401, 0, 1], "<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(head + body)
     with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
         open_document_ends(path, sum(LENGTHS))
 

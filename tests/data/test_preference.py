@@ -86,6 +86,8 @@ def test_formats_of_a_labelled_completion():
         ({"chosen": "a", "rejected": "b"}, '"chosen" and "rejected" share no prompt'),
         ({"chosen": [_user("p"), _answer("a")], "rejected": [_user("q"), _answer("b")]}, "share no prompt"),
         ({"chosen": [_user("p")], "rejected": [_user("p"), _answer("b")]}, '"chosen" has no completion'),
+        ({"chosen": [_user("p"), _answer("a")], "rejected": [_user("p"), _answer("a")]}, '"rejected" are equal'),
+        ({"chosen": "p a", "rejected": "p a"}, '"chosen" and "rejected" are equal'),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, '"prompt" is empty'),
         ({"prompt": "p", "chosen": "a", "rejected": 3}, "column 'rejected' holds a number, not text"),
         ({"prompt": [{"content": "p"}], "chosen": "a", "rejected": "b"}, "message 1 has no role"),

@@ -67,13 +67,22 @@ def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tm
 
 
 def test_a_resume_with_other_ranks_of_a_sample_is_noted_where_drops_depend_on_it(pool, tmp_path):
-    def note(scope: str, cp: int, steps: int) -> bool:
-        cfg = recipe(tmp_path / scope, steps, world_size=cp, cp=cp)
+    def note(scope: str, steps: int, **parallel: Any) -> str:
+        cfg = recipe(tmp_path / scope, steps, **parallel)
         cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=0.75, drop_scope=scope))
-        return "depends on tp*cp, which was 1 and is 2: other" in pool.run(cp, printed_by_rank, cfg)[0]
+        printed = pool.run(cfg.parallel.world_size, printed_by_rank, cfg)[0]
+        _, _, shares = printed.partition("depends on the ranks that share a sample, which were ")
+        return shares.partition(": other tokens may be dropped")[0]
 
-    assert [note("sub_sequence", *run) for run in ((1, 1), (1, 2), (2, 3))] == [False, False, True]
-    assert [note("full_sequence", *run) for run in ((1, 1), (2, 2))] == [False, False]
+    tp = {"world_size": 2, "tp": 2}
+    cp = {"world_size": 2, "cp": 2}
+    assert [note("sub_sequence", 1), note("sub_sequence", 2)] == ["", ""]
+    assert note("sub_sequence", 3, **tp) == "tp=1 cp=1 and are tp=2 cp=1"
+    # The same number of ranks, but the halves of a sample that are next to each other are on others.
+    assert note("sub_sequence", 4, **cp) == "tp=2 cp=1 and are tp=1 cp=2 context='ring'"
+    ulysses = cp | {"context": "ulysses"}
+    assert note("sub_sequence", 5, **ulysses) == "tp=1 cp=2 context='ring' and are tp=1 cp=2 context='ulysses'"
+    assert [note("full_sequence", 1), note("full_sequence", 2, **cp)] == ["", ""]
 
 
 def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp_path):

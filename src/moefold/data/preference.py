@@ -257,7 +257,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     are_messages = isinstance(fields["chosen"], list)
     if are_messages != isinstance(fields["rejected"], list):
         raise ConfigError(f'{place}: one of "chosen" and "rejected" is a text, and the other a list; make them alike')
-    refuse_unread(fields, location=place)
+    refuse_unread(fields, place)
     if "prompt" not in fields or (are_messages and isinstance(fields["prompt"], str)):
         prompt, chosen, rejected = _split_common_prompt(record)
     else:
@@ -265,6 +265,9 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
         _, rejected = _parse_answered(record, "rejected")
     if chosen == rejected:
         raise ConfigError(f'{place}: "chosen" and "rejected" are equal, so that neither is preferred; remove the line')
+    for name, completion in (("chosen", chosen), ("rejected", rejected)):
+        if not completion:
+            raise ConfigError(f'{place}: "{name}" has no completion after the prompt; fix or remove the line')
     return _with_system(prompt, record), chosen, rejected
 
 
@@ -281,7 +284,7 @@ def _with_system(prompt: Messages, record: JsonlRecord) -> Messages:
 
 
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
-    """Split off the longest common prefix of both completions as the prompt, like TRL."""
+    """Split off the longest common prefix of both completions as the prompt, like TRL; what follows may be empty."""
     if isinstance(record.fields["chosen"], list):
         answers = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
         pairs = zip(*answers, strict=False)
@@ -299,9 +302,6 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
             f'{record.location}: "chosen" and "rejected" share no prompt; begin both with it, or give it as "prompt"'
         )
     _check_question(prompt, record)
-    for name, end in zip(("chosen", "rejected"), ends, strict=True):
-        if not end:
-            raise ConfigError(f'{record.location}: "{name}" has no completion after the prompt; fix or remove the line')
     return prompt, ends[0], ends[1]
 
 
@@ -331,7 +331,7 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
     label = fields["label"]
     if not isinstance(label, bool):
         raise ConfigError(f'{record.location}: "label" is {label!r}, and must be true (desirable) or false; fix it')
-    refuse_unread(fields, location=record.location)
+    refuse_unread(fields, record.location)
     prompt, completion = _parse_answered(record, "completion")
     return [(_with_system(prompt, record), completion, label)]
 

@@ -55,7 +55,7 @@ class MegatronIndex:
         """Return the positions after the last tokens of the documents start .. stop-1.
 
         Raises:
-            ValueError: the documents are not all sequences, or the sequences do not follow each other without a gap.
+            ValueError: the documents are not all sequences, or a sequence does not begin where the one before it ends.
         """
         offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
         lengths = self._open(_MEGATRON_HEADER.size, self.num_sequences, "<i4")
@@ -65,17 +65,14 @@ class MegatronIndex:
         firsts = documents.read(start, stop + 1).astype(np.int64)
         if (start == 0 and firsts[0]) or not ((firsts >= 0) & (firsts <= self.num_sequences)).all():
             raise ValueError(f"its documents are not the sequences 0 to {self.num_sequences}")
-        firsts = firsts[1:]
-        inner = firsts[(firsts > 0) & (firsts < self.num_sequences)]
-        ends = np.where(firsts == 0, 0, self.num_tokens)
-        if len(inner):
-            first = int(inner.min()) - 1
-            bounds = offsets.read(first, int(inner.max()) + 1).astype(np.int64)
-            sizes = lengths.read(first, int(inner.max())).astype(np.int64) * self.dtype.itemsize
-            if (bounds[:-1] + sizes != bounds[1:]).any():
-                raise ValueError("its sequences do not follow each other in the .bin")
-            ends[(firsts > 0) & (firsts < self.num_sequences)] = bounds[inner - first] // self.dtype.itemsize
-        return ends
+        first = int(firsts.min())
+        last = min(int(firsts.max()), self.num_sequences - 1)
+        bounds = offsets.read(first, last + 1).astype(np.int64)
+        sizes = lengths.read(first, max(first, last)).astype(np.int64) * self.dtype.itemsize
+        if (first == 0 and bounds[:1].any()) or (bounds[:-1] + sizes != bounds[1:]).any():
+            raise ValueError("its sequences do not follow each other in the .bin")
+        starts = np.append(bounds // self.dtype.itemsize, self.num_tokens)
+        return starts[firsts[1:] - first]
 
     def _open(self, offset_bytes: int, count: int, dtype: str = "<i8") -> ShardReader:
         return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype(dtype), count))

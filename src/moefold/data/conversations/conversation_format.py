@@ -57,7 +57,8 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
     Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction. {"prompt", "response"}
     (or "completion"): two texts, or, as in TRL, two lists of messages. Only the completion is trained. In each format a
-    text "system" precedes the messages. Other fields are ignored. In a message they are passed to the template.
+    text "system" precedes the messages. A field with a part of the conversation that no template gets, such as
+    "images", is refused, and others are ignored. Other fields of a message are passed to the template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text. The message has its
@@ -87,14 +88,14 @@ def with_system(conversation: Conversation, fields: dict[str, Any], location: st
 
 def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
     """Return the conversation of a record without "system" and "tools"."""
-    refuse_unread(fields, _UNREAD_FIELDS, place)
+    refuse_unread(fields, place)
     if "messages" in fields:
         return parse_messages(fields["messages"], place)
     if "conversations" in fields:
         return _parse_sharegpt(fields, place)
-    refuse_unread(fields, ("history",), place)
+    refuse_unread(fields, place, ("history",))
     if "instruction" in fields and "prompt" not in fields:
-        refuse_unread(fields, ("context",), place)
+        refuse_unread(fields, place, ("context",))
         return Conversation(_parse_alpaca(fields, place))
     if "prompt" not in fields:
         guess = closest_match("messages", fields) or closest_match("prompt", fields)
@@ -132,7 +133,7 @@ def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Con
     )
 
 
-def refuse_unread(fields: dict[str, Any], names: Sequence[str] = _UNREAD_FIELDS, location: str = "") -> None:
+def refuse_unread(fields: dict[str, Any], location: str, names: Sequence[str] = _UNREAD_FIELDS) -> None:
     """Raise ConfigError if a record has one of these fields, whose content would be missing in its conversation."""
     if name := next((name for name in names if fields.get(name)), ""):
         raise ConfigError(
