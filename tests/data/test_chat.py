@@ -15,7 +15,7 @@ from moefold.data.conversations.chat import (
     TemplateLimits,
     load_chat_template,
 )
-from moefold.data.hf_tokenizer.limited_process import LimitedProcess
+from moefold.data.limited_process import LimitedProcess
 from moefold.errors import ConfigError
 
 CHAT = [

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.data.hf_tokenizer.limited_process import LimitedProcess
 from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
 from moefold.data.hf_tokenizer.tokenizer_process import TokenizerLimits
+from moefold.data.limited_process import LimitedProcess
 from moefold.errors import ConfigError
 
 from .conftest import make_text

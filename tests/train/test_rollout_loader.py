@@ -127,7 +127,7 @@ def _one_rollout_a_row(tmp_path: Path) -> Config:
 
 
 def _assert_counts_equal_the_rollouts(cfg: Config) -> None:
-    """Return the tokens of prompts and completions, and the rate of sampling of all ranks."""
+    """Compare the counted tokens and the rate of sampling with the rollouts of all ranks."""
     rollouts = records(cfg, "rollouts.jsonl")
     total = 0
     for record in records(cfg):

@@ -185,7 +185,7 @@ def test_metrics_do_not_depend_on_the_mapping(pool):
     assert set(expected) == {metric.name for metric in loss.metrics} - {"kl"}
     assert 0 < expected["clipped"] < 1
     assert 0 < expected["corrected"] < 1
-    for records in run_each(pool, 2, _run, *((_recipe(mapping), 2, loss) for mapping in ("cp2-ulysses", "pp2"))):
+    for records in run_each(pool, 2, _run, *((_recipe(mapping), 2, loss) for mapping in ("tp2", "cp2-ulysses", "pp2"))):
         for record in records:
             for step, other in zip(alone.steps, record.steps, strict=True):
                 assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)

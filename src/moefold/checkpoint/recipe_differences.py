@@ -1,7 +1,7 @@
-"""Differences between a recipe and the run that wrote a checkpoint: its model, and the order of its samples."""
+"""Differences between a recipe and the run that wrote a checkpoint: its model, samples and mapping."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,16 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples
 from moefold.config.base.field import SAME_TENSORS
 from moefold.config.base.part import keys_of, without_source
 from moefold.config.base.part_registry import built_in_kinds
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.drop import DropScopePart
 from moefold.config.key_annotations import keys_with
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import NONE
+from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
+from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.suggestions import part_keys, tables
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
@@ -164,6 +169,32 @@ def model_differences(
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
     keys = [key for key in (*recorded, *current) if key not in free_keys and not key.startswith(tuple(unread))]
     return _differences({key: recorded.get(key) for key in keys}, current, sides)
+
+
+def mapping_notes(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, before: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note on each setting whose results depend on a degree that differs from the mapping of a checkpoint.
+
+    Args:
+        before: the section [parallel] of the checkpoint; it may lack keys.
+    """
+    if not {"world_size", "tp", "cp", "pp"} <= before.keys():
+        return
+    shards = before["tp"] * before["cp"]
+    dp = before["world_size"] // (shards * before["pp"])
+    if depends_on_data_parallel_size(model, moe) and dp != parallel.dp:
+        yield (
+            f"moe.aux_kind='global_batch' depends on dp, which was {dp} and is {parallel.dp}: the loss continues with "
+            "another grouping of micro-batches; 'last_global_batch' does not depend on it"
+        )
+    scope = chosen_in(moe, DropScopePart)
+    now = parallel.tp * parallel.cp
+    if moe.capacity_factor > 0 and model.has_moe_layers and not scope.is_shared and shards != now:
+        yield (
+            f"moe.drop_scope={scope.kind!r} depends on tp*cp, which was {shards} and is {now}: other tokens are "
+            "dropped from here on; 'full_sequence' does not depend on it"
+        )
 
 
 def _is_outside(key: str, kind: Any) -> bool:

@@ -1,14 +1,10 @@
 """Combined meaning of several settings of routing."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.drop import DropScopePart
-from moefold.config.groups.router import BalanceScopePart, ChoicePart
+from moefold.config.groups.router import BalanceScopePart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig
 from moefold.config.sections.moe import MoEConfig
-from moefold.config.sections.parallel import ParallelConfig
 
 
 def aux_coefficient(moe: MoEConfig) -> float:
@@ -20,6 +16,7 @@ def depends_on_data_parallel_size(model: ModelConfig, moe: MoEConfig) -> bool:
     """Return whether the load-balancing loss depends on dp."""
     accumulates = chosen_in(moe, BalanceScopePart).accumulates
     return accumulates and aux_coefficient(moe) > 0 and model.has_moe_layers
+<<<<<<< /tmp/im_o
 
 
 def mapping_notes(
@@ -52,3 +49,32 @@ def mapping_notes(
 def _sample_split(tp: int, cp: int, context: str) -> str:
     """Return the settings that say which tokens of a sample a rank has."""
     return f"tp={tp} cp={cp} context={context!r}" if cp > 1 else f"tp={tp} cp=1"
+||||||| /tmp/im_b
+
+
+def mapping_notes(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, before: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note on each setting whose results depend on a degree that differs from the mapping of a checkpoint.
+
+    Args:
+        before: the section [parallel] of the checkpoint; it may lack keys.
+    """
+    if not {"world_size", "tp", "cp", "pp"} <= before.keys():
+        return
+    shards = before["tp"] * before["cp"]
+    dp = before["world_size"] // (shards * before["pp"])
+    if depends_on_data_parallel_size(model, moe) and dp != parallel.dp:
+        yield (
+            f"moe.aux_kind='global_batch' depends on dp, which was {dp} and is {parallel.dp}: the loss continues with "
+            "another grouping of micro-batches; 'last_global_batch' does not depend on it"
+        )
+    scope = chosen_in(moe, DropScopePart)
+    now = parallel.tp * parallel.cp
+    if moe.capacity_factor > 0 and model.has_moe_layers and not scope.is_shared and shards != now:
+        yield (
+            f"moe.drop_scope={scope.kind!r} depends on tp*cp, which was {shards} and is {now}: other tokens are "
+            "dropped from here on; 'full_sequence' does not depend on it"
+        )
+=======
+>>>>>>> /tmp/im_t

@@ -18,7 +18,6 @@ from typing import Any
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.conversation_format import check_roles, join_parts
 from moefold.data.conversations.reward_prompt import RewardPrompt
-from moefold.data.hf_tokenizer.limited_process import LimitedProcess, ProcessEndedError
 from moefold.data.hf_tokenizer.tokenizer_folder import (
     DEFAULT_TEMPLATE,
     TOOL_TEMPLATE,
@@ -27,6 +26,7 @@ from moefold.data.hf_tokenizer.tokenizer_folder import (
     read_tokenizer_folder,
 )
 from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, existing_path
+from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import batch_by_size
-from moefold.data.hf_tokenizer.limited_process import LimitedProcess, ProcessEndedError
+from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 
 BATCH_BYTES = 4 << 20
 """Size of texts sent at once: it bounds the memory of a batch, and is enough work for many cores."""

@@ -24,7 +24,7 @@ class LimitedProcess:
     """A subprocess that answers requests over pipes. A process that was forked from its owner cannot use it."""
 
     def __init__(self, program: Path, *, memory_bytes: int, hard_bytes: int = 0) -> None:
-        """Start a Python program next to this file, which imports nothing from the package.
+        """Start a Python program that imports nothing from the package.
 
         Args:
             memory_bytes: limit of its memory, which it may change up to `hard_bytes`.
