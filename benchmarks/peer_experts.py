@@ -116,9 +116,9 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
         started_cpu_s = time.process_time()
         while generation.any_rank_has_work():
             for new in generation.step():
-                tokens[new.number].append(new.token)
+                tokens[new.request_id].append(new.token)
                 if new.finish_reason is not None:
-                    generation.pop(new.number, new.finish_reason)
+                    generation.pop(new.request_id, new.finish_reason)
             if not generation.has_work and not finished_s:
                 finished_s = time.perf_counter() - started_s
         cpu_s = time.process_time() - started_cpu_s

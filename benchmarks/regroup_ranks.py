@@ -57,7 +57,7 @@ def _rank(folder: Path, rank_env: RankEnv, device_type: str) -> int:
         forget_process_groups()
         gc.collect()
         count = rank_env.world_size - 2
-        generation = regroup.next(None, lambda facts, lost: (sorted(facts)[:count], None))
+        generation = regroup.agree_on_next(None, lambda facts, lost: (sorted(facts)[:count], None))
         agreed_s = time.monotonic() - started_s
         if not regroup.is_spare:
             recorder.start_generation(generation.members)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,12 @@ class PlannedSites(OracleSites):
     def __init__(self, cfg: Config, plan: Plan) -> None:
         super().__init__(cfg)
         self._plan = plan
+        self._step_number = 0
         self._samples = _Samples(self._data.train, cfg.sites.count)
         self._data = _Data(self._samples)  # type: ignore[assignment]
 
-    def _send(self, fragments: list[int], step: int) -> list[Weights | None]:
-        members, weights, followers = self._plan.rounds.get(step, ([], [], []))
+    def _send(self, fragments: list[int]) -> list[Weights | None]:
+        members, weights, followers = self._plan.rounds.get(self._step_number, ([], [], []))
         mean = {
             name: sum(
                 weight * (self.outer[site][name] - self.sites[site].weights[name].detach())
@@ -226,6 +228,7 @@ class PlannedSites(OracleSites):
         return [mean if site in followers else None for site in range(len(self.sites))]
 
     def _step(self, step: int) -> SitesState:
+        self._step_number = step
         state = super()._step(step)
         for site, giver in self._plan.joins.get(step, {}).items():
             self._take_state(site, giver)
@@ -237,7 +240,7 @@ class PlannedSites(OracleSites):
             self.outer[site][name] = phi.clone()
             self.sites[site].weights[name].data.copy_(phi)
         ours, theirs = (self.sites[number]._optimizer for number in (site, giver))
-        ours._moments = {name: (first.clone(), second.clone()) for name, (first, second) in theirs._moments.items()}
+        ours._states = deepcopy(theirs._states)
         ours._moment_updates = theirs._moment_updates
 
 
