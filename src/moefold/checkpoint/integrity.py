@@ -40,7 +40,7 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
 
     Args:
         world: all processes. Each reads a part of the files, a block at a time.
-        checks_hashes: compare hashes. Else only sizes and the content of `META_FILE` are compared.
+        checks_hashes: compare hashes. Otherwise only sizes and the content of `META_FILE` are compared.
 
     Raises:
         ConfigError: a file is missing or differs, or there is no manifest. Raised on every process.

@@ -14,7 +14,7 @@ DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
 def device_without_torch(
     requested_device: str, world_size: int, rank_env: RankEnv | None, root: Path = Path("/")
 ) -> str:
-    """Return "cpu" if the ranks certainly run on the CPU. Else "", and `choose_device` must query torch.
+    """Return "cpu" if the ranks certainly run on the CPU. Otherwise return "": `choose_device` must query torch.
 
     Raises:
         ConfigError: cuda is requested, and this machine has no GPU driver.

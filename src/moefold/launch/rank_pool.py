@@ -241,7 +241,7 @@ def worker_main(
 
 
 def _exit_with_caller(connection: Connection) -> None:
-    """Exit when the process that called `run` is gone. Else the fork server would keep running."""
+    """Exit when the process that called `run` is gone. Otherwise the fork server would keep running."""
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)

@@ -41,7 +41,7 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
     For "cuda" it also configures the allocator of this process and its child processes, see `expand_segments`.
 
     Args:
-        rank_env: environment of this process, if a launcher started it. Else all ranks run on this machine.
+        rank_env: environment of this process, if a launcher started it. Otherwise all ranks run on this machine.
 
     Raises:
         ConfigError: this machine has fewer GPUs than ranks.

@@ -55,7 +55,7 @@ class NonFiniteReport:
 
     @property
     def is_reproducible(self) -> bool:
-        """True if the rerun was also not finite. Else the fault is probably in the hardware, not in the batch."""
+        """True if the rerun was also not finite. Otherwise the fault is probably in the hardware, not in the batch."""
         return any(finding.is_bad_on_rerun for finding in self.findings)
 
     def describe(self) -> str:

@@ -71,7 +71,7 @@ def choose_run_folder(
     3. If one of these holds the same run, which ended before its first checkpoint: that folder; the run starts over.
     4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
        is there: run.dir, which resumes with the new settings.
-    5. Else the first free folder of run.dir-2, run.dir-3, ...
+    5. Otherwise the first free folder of run.dir-2, run.dir-3, ...
 
     Args:
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.

@@ -272,7 +272,7 @@ def _training_shortage_message(parallel: ParallelConfig, shortage: MemoryShortag
 
 
 def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
-    """Suggest cheap changes that make the step fit. Else state the remaining need and a way out."""
+    """Suggest cheap changes that make the step fit. Otherwise state the remaining need and a way out."""
     changes: list[str] = []
     for section, key, value in _memory_saving_changes(cfg, shortage, host.device_type):
         section_cfg: Any = getattr(cfg, section)

@@ -50,7 +50,7 @@ class CheckpointConfig:
     """Copy each rank's state to its host memory, and its shards to the host memory of a rank of another replica, every
     this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
+    """auto: the newest complete checkpoint of dir, if any. never: start from scratch. A path: this checkpoint."""
     init_from: Annotated[str, VerifyAs.START] = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""

@@ -52,8 +52,8 @@ class RLConfig(Section):
     reference: Annotated[
         str, Bound("must name 'start', a checkpoint, a run or a Hugging Face folder", bool), ReadIf("rl.kl")
     ] = "start"
-    """Weights of the reference model. start: the initial weights of the run. Else a checkpoint, a run or a Hugging Face
-    folder, as for checkpoint.init_from."""
+    """Weights of the reference model. start: the initial weights of the run. A path: a checkpoint, a run or a
+    Hugging Face folder, as for checkpoint.init_from."""
     reset_patience: Annotated[int, at_least(0, "0: off"), ReadIf("rl.kl")] = 0
     """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
     moments become zero (ProRL, arXiv:2505.24864); 0: never."""

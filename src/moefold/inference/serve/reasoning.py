@@ -20,7 +20,7 @@ class ReasoningReader:
     """Reader that splits the text of an answer into reasoning and the rest, as it arrives.
 
     Args:
-        is_open: whether the prompt ends inside reasoning. Else an answer may begin with reasoning.
+        is_open: whether the prompt ends inside reasoning. Otherwise an answer may begin with reasoning.
     """
 
     def __init__(self, *, is_open: bool) -> None:

@@ -30,7 +30,7 @@ class LayerOutput(NamedTuple):
 
     y: Tensor
     routed: Tensor | None = None
-    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer. Else it is in `y`."""
+    """Output of the routed experts if `model.ffn.moe.shortcut` adds it after the next layer. Otherwise it is in `y`."""
 
 
 class MoELayer(nn.Module):

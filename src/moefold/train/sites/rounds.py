@@ -340,7 +340,7 @@ class SiteRounds(StageCallback):
         self._record_exchange(context, running, exchanged, waited_s)
 
     def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
-        """Vote on a round, and return whether it is applied. Else it is skipped. Collective."""
+        """Vote on a round, and return whether it is applied. Otherwise it is skipped. Collective."""
         failures = [text for text in current_world().all_gather_object(failure) if text]
         why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
         if why:
