@@ -94,14 +94,18 @@ def test_rewards_rise(pool, tmp_path):
     "mapping",
     [
         {"world_size": 2, "tp": 2, "ep": 2},
-        {"world_size": 2, "pp": 2},
-        {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
-        {"world_size": 2, "ep": 2},
-        {"world_size": 2, "cp": 2},
+        *slow(
+            (mapping,)
+            for mapping in (
+                {"world_size": 2, "pp": 2},
+                {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+                {"world_size": 2, "ep": 2},
+                {"world_size": 2, "cp": 2},
+            )
+        ),
     ],
 )
-# Fast: two mappings of the same run in `test_another_mapping_samples_the_weights_of_the_last_step`.
-@pytest.mark.slow
+# The fast row is the only one of `make test` that trains a policy under tp and compares it with one rank.
 def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
     cfg = _one_rollout_a_row(tmp_path)
     pool.run(1, train_policy, cfg)
