@@ -44,16 +44,17 @@ class Injector:
 
     def install(self) -> None:
         """Patch the classes."""
-        after_step, ask = SiteRounds.after_step, SiteMeeting.ask
+        complete = SiteRounds.complete
+        ask = SiteMeeting.ask
 
-        def patched_after_step(rounds: SiteRounds, context: TrainingContext, step: FinishedStep) -> None:
+        def patched_complete(rounds: SiteRounds, context: TrainingContext, step: FinishedStep) -> FinishedStep:
             time.sleep(PACE_S)
             self._present = step.number
             while self._is_now("wait") and not (self._folder / "go").exists():
                 time.sleep(0.01)
             if step.number == self._step and self._fault in ("bit", "nan"):
                 self._damage(context)
-            after_step(rounds, context, step)
+            return complete(rounds, context, step)
 
         def patched_ask(meeting: SiteMeeting, message: Message) -> Message:
             answer = ask(meeting, message)
@@ -66,7 +67,7 @@ class Injector:
             self._note(message, answer)
             return answer
 
-        SiteRounds.after_step = patched_after_step  # type: ignore[method-assign]
+        SiteRounds.complete = patched_complete  # type: ignore[method-assign]
         SiteMeeting.ask = patched_ask  # type: ignore[method-assign]
 
     def _is_now(self, *faults: str) -> bool:

@@ -330,7 +330,7 @@ def _bit(trial: Trial) -> Outcome:
 
 def _nan(trial: Trial) -> Outcome:
     trial.start({LOST: ("nan", FAULT_STEP)})
-    return Outcome(r"step \d+: .* sent no finite weights and counts 0", trial.fault_time())
+    return Outcome(r"step \d+: .* sent weights that are not finite; weight 0 in this round", trial.fault_time())
 
 
 FAULTS: dict[str, Callable[[Trial], Outcome]] = {
