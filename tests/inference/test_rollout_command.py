@@ -62,6 +62,19 @@ def test_every_sample_of_every_prompt_has_a_record(rollout, tmp_path):
     assert summary["tokens"] == sum(r["tokens"] for r in records)
 
 
+@pytest.mark.parametrize("prompts", [["--task", "sort"], ["--prompts", "words.jsonl"]])
+def test_words_for_a_model_of_bare_ids_are_refused(pool, tmp_path, capsys, monkeypatch, prompts):
+    monkeypatch.chdir(tmp_path)
+    Path("words.jsonl").write_text('{"prompt": "sort this"}\n', encoding="utf-8")
+    Path("reward.py").write_text(REWARD, encoding="utf-8")
+    pool.run(1, write_checkpoint, recipe("mixtral", tmp_path / "ids"))
+    reward = ["--reward", "reward.py:length"] if "--prompts" in prompts else []
+    assert main(["rollout", "ids", *prompts, *reward, "--out", "out.jsonl", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert "the prompt cannot be tokenised: the model was trained on bare ids" in err
+    assert "name its tokenizer with --tokenizer" in err
+
+
 def test_rows_that_are_no_prompts_are_skipped(rollout, tmp_path, caplog):
     (tmp_path / "more.jsonl").write_text('{"prompt": null}\n{"prompt": "d"}\n', encoding="utf-8")
     words = ["--prompts", str(tmp_path / "more.jsonl")]

@@ -1,5 +1,8 @@
 """The planner against published measurements: the targets, and the allowed forms of a table."""
 
+import math
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,17 @@ def test_overlap_is_read_from_the_method(tmp_path, method, overlaps):
     table.write_text(",".join(COLUMNS) + "\n" + ",".join(cells[column] for column in COLUMNS) + "\n")
     (found,) = validate_predictions(table).predictions
     assert found.mapping.overlap == overlaps
+
+
+def test_the_stated_error_is_the_one_of_the_cost_model_rounded_up():
+    page = (DOCS / "cost-model.md").read_text()
+    number = r"([0-9.]+) %"
+    found = [re.search(rf"`{table}`, its source left out .*?{number} \| {number}", page) for table in (
+        "calibration.csv", "calibration_2026.csv"
+    )]  # fmt: skip
+    found.append(re.search(rf"two mappings of one case.*?{number}; 8 of 10 within {number}", page))
+    numbers = [math.ceil(float(text)) for match in found for text in match.groups()]
+    assert numbers == list(asdict(STATED_ERROR).values())
 
 
 def test_pages_state_the_error_of_plans():

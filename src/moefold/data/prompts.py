@@ -59,8 +59,8 @@ class TaskPrompts:
         """Return prompt `index`."""
         problem = self._problems.problem(index)
         text = problem.prompt if self._reward_prompt is None else self._reward_prompt.fill(problem.prompt)
-        ids = tuple(self._tokenizer.encode(text).tolist())
-        return Prompt(problem.prompt, text, ids, problem.columns, f"problem {index}")
+        location = f"problem {index}"
+        return Prompt(problem.prompt, text, _encode(text, self._tokenizer, location), problem.columns, location)
 
 
 class FilePrompts:
@@ -226,7 +226,7 @@ def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokeniz
     location = record.location
     refuse_surrogates(text, f"{location}: the prompt")
     refuse_nul(tokenizer, source, f"{location}: the prompt")
-    ids = tuple(tokenizer.encode(text).tolist())
+    ids = _encode(text, tokenizer, location)
     if not ids:
         raise ConfigError(f"{location}: the prompt is empty; a model continues at least one token")
     columns = {name: value for name, value in record.fields.items() if name != PROMPT_COLUMN}
@@ -235,3 +235,12 @@ def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokeniz
             f"{location}: the column {clashes[0]!r} has the name of an argument of reward functions; rename it"
         )
     return Prompt(source, text, ids, columns, location)
+
+
+def _encode(text: str, tokenizer: Tokenizer, location: str) -> tuple[int, ...]:
+    """Tokenise a prompt. Raise ConfigError if the model was trained on bare ids and the text is not numbers."""
+    try:
+        return tuple(tokenizer.encode(text).tolist())
+    except ValueError as error:
+        rule = f"{location}: the prompt cannot be tokenised: the model was trained on bare ids ({error})"
+        raise ConfigError(f"{rule}; name its tokenizer with {Setting('data.tokenizer')}") from error

@@ -29,12 +29,13 @@ from moefold.inference.settings import (
     launched_config,
 )
 from moefold.inference.source import ModelSource, find_source
-from moefold.inference.text import open_tokenizer
+from moefold.inference.text import TEXT_NAMES, open_tokenizer
 from moefold.message_text import spelled_as
 from moefold.rl.reward import check_columns, check_reward
 from moefold.validate.rl import reward_problems
 
 ROLLOUT_NAMES = {
+    **TEXT_NAMES,
     "reward.use": "--reward",
     "reward.weights": "--reward-weight",
     "reward.on_error": "",

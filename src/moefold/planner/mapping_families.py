@@ -28,17 +28,17 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedError:
-    """Error of predicted throughput on rows that a fit did not see, in percent, rounded up (docs/cost-model.md)."""
+    """Error of predicted throughput on rows that a fit did not see, in percent, rounded up from docs/cost-model.md."""
 
     unseen_mean_pct: int = 10
     """Published rows, each under a fit without its source."""
-    unseen_median_pct: int = 6
+    unseen_median_pct: int = 5
     new_mean_pct: int = 15
     """The same for rows of August 2025 to August 2026, many by third parties or from untuned recipes."""
     new_median_pct: int = 10
     tie_pct: int = 5
     """Median error of the ratio of two mappings of one case."""
-    tie_most_pct: int = 18
+    tie_most_pct: int = 17
     """Error that eight of ten such ratios stay below."""
 
     def __str__(self) -> str:
