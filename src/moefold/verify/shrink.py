@@ -49,9 +49,9 @@ def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
 
     Every axis above 1, dp and edp included, stays at 2 or more if that is legal. Degrees are unchanged if they need at
     most `max_ranks`. Otherwise as few as possible are lowered to divisors. Layer kinds, routing, token dropping,
-    context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe can be verified
-    without its data. Alignment, reinforcement learning and router replay, whose trace belongs to the large model, are
-    turned off. The learning rate is high, so that the first steps change the weights.
+    context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe can be
+    verified without its data. Alignment, reinforcement learning and router replay, whose trace belongs to the large
+    model, are turned off. The learning rate is high, so that the first steps change the weights.
 
     Raises:
         ConfigError: the recipe is invalid.
