@@ -16,6 +16,7 @@ import json
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -155,7 +156,8 @@ def apply_constants(values: FloatArray) -> dict[str, Device]:
                     devices[name] = replace(device, links=links)
                 else:
                     old = getattr(device, table)
-                    devices[name] = replace(device, **{table: old | {key: value} if key else value})
+                    changed: dict[str, Any] = {table: old | {key: value} if key else value}
+                    devices[name] = replace(device, **changed)
     base = load_device("gb300")
     for name in BLACKWELL:
         fractions = {key: value * power[name] for key, value in devices[name].gemm_fraction.items()}
@@ -326,14 +328,16 @@ def print_pairs(samples: list[Sample], errors: FloatArray) -> None:
     """Print the errors of the ratio of two mappings of one model, GPU, number, precision and length of samples."""
     cases: dict[tuple[object, ...], list[tuple[object, float]]] = {}
     for s, e in zip(samples, errors, strict=True):
+        if s.table >= 2:
+            continue
         p = s.prediction
         case = (s.table, s.source, s.case.model, s.case.gpu, p.mapping.world_size, p.precision, s.case.row["seq_len"])
         cases.setdefault(case, []).append((p.mapping, float(e)))
     percents = [
         100 * abs(np.expm1(first[1] - other[1]))
-        for (table, *_), rows in cases.items()
+        for rows in cases.values()
         for first, other in combinations(rows, 2)
-        if table < 2 and first[0] != other[0]
+        if first[0] != other[0]
     ]
     print(
         f"two mappings of a case: {len(percents)} pairs, median {np.median(percents):.1f} %, 8 of 10 within "
