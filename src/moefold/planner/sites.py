@@ -236,8 +236,8 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     """Return settings of sites that reach `TARGET`.
 
     If the recipe's settings reach it, they are chosen. Otherwise the recipe's `every` stays if it can be enough, with
-    the least overlap and then the most bits. If it cannot, an `every` near the lowest is chosen. If rounds overlap in the
-    chosen settings and not in the recipe, half of a site's own weights stays. A code or an overlap that the method
+    the least overlap and then the most bits. If it cannot, an `every` near the lowest is chosen. If rounds overlap in
+    the chosen settings and not in the recipe, half of a site's own weights stays. A code or an overlap that the method
     prescribes, and averaged moments, do not change.
 
     Args:
