@@ -15,7 +15,7 @@ class MoEConfig(Section):
     """Routing of tokens, load balancing and token dropping."""
 
     capacity_factor: Annotated[float, at_least(0, "0: dropless")] = 0.0
-    """0: dropless. Above, an expert keeps at most ceil(tokens * top_k / num_experts * capacity_factor) routed tokens."""
+    """0: dropless. Else an expert keeps at most ceil(tokens * top_k / num_experts * capacity_factor) routed tokens."""
     eval_capacity_factor: Annotated[
         float,
         Bound(
