@@ -21,9 +21,10 @@ from moefold.convert.families.hf_config import (
     read_hf_config,
     text_config,
 )
-from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE, INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
+from moefold.convert.families.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
 from moefold.convert.safetensors_file import TensorLocation, read_header
+from moefold.data.input_paths import ADAPTER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 

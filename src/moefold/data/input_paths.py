@@ -22,6 +22,7 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENS_MAP_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_PATTERNS = (
     *("tokenizer*", "*.jinja", TOKENS_MAP_FILE, ADDED_TOKENS_FILE, "chat_template.json", "vocab.*"),

@@ -45,7 +45,6 @@ from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
 from moefold.convert.families.family import Family
 from moefold.convert.families.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.families.known_keys import declared_keys
-from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE
 from moefold.convert.families.tensor_mapping import Region, Shape
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
@@ -64,6 +63,7 @@ from moefold.convert.safetensors_file import (
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
 from moefold.convert.weight_sources import check_finite
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
+from moefold.data.input_paths import ADAPTER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import repo_of_snapshot
 from moefold.message_text import format_list

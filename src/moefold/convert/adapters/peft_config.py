@@ -15,8 +15,8 @@ from moefold.convert.families.known_keys import (
     declared_keys,
     join_reports,
 )
-from moefold.convert.families.mtp import ADAPTER_CONFIG_FILE
 from moefold.convert.preflight import resolve_weights_folder
+from moefold.data.input_paths import ADAPTER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 

@@ -14,7 +14,6 @@ from moefold.config.model import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 MTP_FILES = "moefold-mtp*.safetensors"
 """Files with MTP layers next to the files above. No index lists them."""
 MTP_PREFIX = "mtp."
