@@ -23,7 +23,7 @@ from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
-from moefold.config.key_annotations import verification_by_key
+from moefold.config.keys.annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
