@@ -31,7 +31,7 @@ from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.message_text import format_list
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.model.weight_init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
