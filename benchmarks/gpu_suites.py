@@ -27,7 +27,7 @@ GPU_TESTS = (
     "tests/ops/test_block_attention.py",
     "tests/ops/test_cudnn_attention.py",
     "tests/model/moe/test_experts.py",
-    "tests/metrics/test_rss.py",
+    "tests/train/test_peak_memory.py",
 )
 """Folders and files with tests of the mark gpu, except the tests of several ranks."""
 REHEARSED_TESTS = ("tests/ops/test_rope.py",)

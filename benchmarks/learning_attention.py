@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moefold.config.load import apply_overrides, config_from_dict
+from moefold.config.load import config_from_dict
+from moefold.config.overrides import apply_overrides
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 

@@ -23,7 +23,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.base.limits import MAX_MICRO_BATCHES, check_at_most
-from moefold.config.key_annotations import max_integer
+from moefold.config.keys.annotations import max_integer
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.data.sample import Sample

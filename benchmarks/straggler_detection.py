@@ -20,7 +20,7 @@ import numpy as np
 from rank_trainer import RankTrainer, build_parser, run_recipe
 
 from moefold.config.schema import Config
-from moefold.metrics.step_metrics import COMPUTE, Stragglers
+from moefold.metrics.rank_times import COMPUTE, Stragglers
 from moefold.recipe import load_config
 from moefold.topology.layout import fold_mapping
 

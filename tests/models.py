@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import moefold.config.edit
-from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
+from moefold.config.base.layer_words import parse_layers, repeat_layers, spell_layers
+from moefold.config.keys.paths import default_of, kind_settings
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, kind_settings
-from moefold.config.tree import nested
+from moefold.config.tables.tree import nested
 
 
 def joined_layers(settings: Mapping[str, Any], layers: int | str = ModelConfig.layers) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 import moefold
 from moefold.cli.main import COMMANDS
-from moefold.config.suggestions import key_types, sections
+from moefold.config.keys.paths import key_types, sections
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, Setting, first_line, keep_names, spelled_as
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.presets import shipped_files
 from moefold.config.sections.train import TrainConfig
+from moefold.config.shipped_recipes import shipped_files
 from moefold.errors import ConfigError
 from moefold.recipe import STEP_COUNT_KEYS, load_recipe
 from moefold.validate.config import check_config

@@ -69,7 +69,10 @@ MLA_ROOMS = ("config/model.py", "config/layers.py")
 """Modules in which the kind may be written out, besides the readers of Hugging Face families."""
 PART_CLASSES = ("parts/", "config/groups/")
 """Folders of parts and of their base classes."""
-PART_LOADERS = _set("config/base/part_registry.py config/base/part.py config/chosen.py config/part_table.py")
+PART_LOADERS = _set(
+    "config/base/part_registry.py config/base/part.py config/chosen.py config/tables/build.py "
+    "config/tables/part_class.py config/tables/toml_text.py"
+)
 """Modules in which parts of any group differ from other values, and are checked to be of their group."""
 PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""

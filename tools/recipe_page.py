@@ -9,10 +9,10 @@ from moefold.config.base.aliases import KEY_OF
 from moefold.config.base.field import MaxMagnitude
 from moefold.config.base.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.base.part import metadata_of
-from moefold.config.key_help import RecipeKey, recipe_keys, section_help
-from moefold.config.method_defaults import all_methods
+from moefold.config.keys.help import RecipeKey, recipe_keys, section_help
+from moefold.config.keys.learning_rates import all_methods
+from moefold.config.keys.paths import kind_settings, last_name, owner_of, sections
 from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import kind_settings, last_name, owner_of, sections
 
 PAGE_WIDTH = 118
 

@@ -10,7 +10,7 @@ from benchmarks.race.other_frameworks import Peer, PeerUnavailableError, build_p
 from benchmarks.race.reference_runs import training_step
 from benchmarks.race.torch_baseline import ExpertsImplementation, TorchBaseline
 from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step, steer_embedding
-from moefold.config.routing import aux_coefficient
+from moefold.config.groups.router import aux_coefficient
 from moefold.config.schema import Config
 from moefold.convert.families.hf_config import families_for
 from moefold.errors import ConfigError

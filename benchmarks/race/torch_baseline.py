@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.race.routing import softmax_kind
+from moefold.config.groups.router import aux_coefficient
 from moefold.config.model import ModelConfig
-from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.model.moe.layer import MoELayer
 from moefold.model.rope import rope_frequencies

@@ -8,12 +8,13 @@ import pytest
 
 import moefold
 import moefold_experiments
-from moefold.config import part_table
 from moefold.config.base import part_registry, plugins
 from moefold.config.base.part import settings_of
 from moefold.config.base.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.load import config_from_dict
-from moefold.config.upgrade import KIND, MOVED, upgraded
+from moefold.config.tables import build, part_class
+from moefold.config.upgrade.moved_keys import KIND, MOVED
+from moefold.config.upgrade.recipe import upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from tests.architecture.imports import imports_torch
@@ -50,7 +51,7 @@ def test_parts_are_read_without_torch():
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 @pytest.mark.parametrize("form", ["{}", '{{kind="{}"}}'])
 def test_without_the_distribution_a_recipe_names_the_package_to_install(monkeypatch, group, kind, form):
-    for module in (part_registry, plugins, part_table):
+    for module in (part_registry, plugins, build, part_class):
         monkeypatch.setattr(module, "entry_points_of", lambda group: {})
     part_registry.kinds.cache_clear()
     key = part_registry.find_group(group).key

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from moefold.config.load import config_from_dict
-from moefold.config.old_keys import upgraded_word
 from moefold.config.schema import config_to_dict
-from moefold.config.upgrade import upgraded
-from moefold.config.upgrade_text import upgrade_text
+from moefold.config.upgrade.recipe import upgraded
+from moefold.config.upgrade.refusals import upgraded_word
+from moefold.config.upgrade.text import upgrade_text
 from moefold.errors import ConfigError
 from moefold.optim.outer_round import PendingRound
 from moefold.recipe import load_config

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS
-from moefold.config.load import AUTO_MAPPING, apply_overrides, config_from_dict
-from moefold.config.method_defaults import LR_KEY
+from moefold.config.keys.learning_rates import LR_KEY
+from moefold.config.keys.paths import default_of
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import import_part_files
-from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
+from moefold.config.overrides import AUTO_MAPPING, apply_overrides
+from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
-from moefold.config.suggestions import default_of
-from moefold.config.tree import Tree
-from moefold.config.upgrade import check_format
+from moefold.config.shipped_recipes import shipped_files
+from moefold.config.tables.part_class import import_part_files
+from moefold.config.tables.tree import Tree
+from moefold.config.upgrade.recipe import check_format
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.message_text import closest_match, nearest_numbers
@@ -31,6 +33,19 @@ from moefold.validate.unused import check_unused_keys
 
 STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
 """Keys that count steps and must fit into run.steps together."""
+PATH_KEYS = (
+    ("data", "path"),
+    ("data", "tokenizer"),
+    ("data", "chat_template"),
+    ("parallel", "schedule"),
+    ("checkpoint", "init_from"),
+    ("checkpoint", "upcycle"),
+    ("lora", "init_from"),
+    ("moe", "replay"),
+    ("rl", "reference"),
+    ("sites", "secret"),
+)
+"""Recipe keys that name an input file or folder, by themselves or by `path` or `dense` of their table."""
 
 
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -278,7 +293,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     if tree.get("parallel") == AUTO_MAPPING:
         tree["parallel"] = {"mapping": AUTO_MAPPING}
     if path is not None:
-        resolve_recipe_paths(tree, path.parent)
+        _resolve_paths(tree, path.parent)
         import_part_files(tree, path.parent)
     recipe = deepcopy(tree)
     folder = Path() if path is None else path.parent
@@ -301,6 +316,37 @@ def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}"
             if isinstance(value, dict):
                 yield from (f"{section}.{name}" for name in _names_of_keys({key: value}))
+
+
+def _resolve_paths(tree: dict[str, object], folder: Path) -> None:
+    """Resolve the paths of a recipe that exist relative to the recipe's folder, in place.
+
+    Other paths stay relative to the current folder.
+
+    Args:
+        tree: the sections of the recipe, unchecked.
+    """
+    for section, key in PATH_KEYS:
+        keys = tree.get(section)
+        if isinstance(keys, dict) and key in keys:
+            value = keys[key]
+            if isinstance(value, list):
+                keys[key] = [_resolve_path(path, folder) for path in value]
+            elif isinstance(value, dict):
+                paths = {name: _resolve_path(value[name], folder) for name in ("path", "dense") if name in value}
+                keys[key] = value | paths
+            else:
+                keys[key] = _resolve_path(value, folder)
+
+
+def _resolve_path(path: object, folder: Path) -> object:
+    if not isinstance(path, str) or not path or "\0" in path:
+        return path
+    target = folder / path
+    try:
+        return str(target) if target.exists() else path
+    except OSError:
+        return path
 
 
 def read_recipe(path: Path) -> Tree:

@@ -61,7 +61,7 @@ def test_the_trainer_loads_few_modules_and_no_compiler():
     assert len(loaded.modules) <= MAX_MODULES_OF_TRAINER
     folders = {folder for name in loaded.modules for folder in (name, name.split(".")[0])}
     assert folders.isdisjoint((*UNUSED_BY_MOST_RUNS, "convert.families", "convert.families.hf_config"))
-    assert {name.split(".")[0] for name in loaded.libraries} == {"torch", "numpy", "pydantic"}
+    assert {name.split(".")[0] for name in loaded.libraries} == {"torch", "numpy"}
     compilers = ("torch._dynamo", "torch._inductor", "torch.distributed.pipelining")
     assert [name for name in loaded.libraries if name.startswith(compilers)] == []
 

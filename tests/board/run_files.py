@@ -9,7 +9,7 @@ import numpy as np
 
 from moefold.config.schema import Config, write_config_json
 from moefold.metrics.expert_counts import ExpertCountsWriter
-from moefold.metrics.step_metrics import rank_time_metrics
+from moefold.metrics.rank_times import rank_time_metrics
 from moefold.metrics.writer import MetricsWriter, log_fault
 from tests.metrics.example import LAYER, MEMORY, STEP
 

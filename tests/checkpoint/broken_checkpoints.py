@@ -12,10 +12,9 @@ from moefold.checkpoint.recipe_differences import sample_order
 from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import Config
+from moefold.config.schema import FORMAT, Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.run import RunConfig
-from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments
 from moefold.parallel.parallelize import parallelize

@@ -7,9 +7,8 @@ from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.recipe_differences import sample_order
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.schema import FORMAT, Config
 from moefold.config.sections.checkpoint import CheckpointConfig
-from moefold.config.upgrade import FORMAT
 from tests.models import model_of
 
 MODEL = model_of({"layers": 2})

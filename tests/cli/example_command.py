@@ -6,8 +6,9 @@ import shlex
 from pathlib import Path
 
 from moefold.cli.main import COMMANDS, command_parser
-from moefold.config.load import apply_overrides, config_from_dict
-from moefold.config.suggestions import key_types, sections
+from moefold.config.keys.paths import key_types, sections
+from moefold.config.load import config_from_dict
+from moefold.config.overrides import apply_overrides
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 

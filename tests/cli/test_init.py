@@ -6,7 +6,7 @@ import pytest
 
 from moefold.cli.init import PLANNED
 from moefold.cli.main import main
-from moefold.config.presets import shipped_files
+from moefold.config.shipped_recipes import shipped_files
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 

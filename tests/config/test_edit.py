@@ -7,8 +7,8 @@ import pytest
 import moefold
 from moefold.config.base.part import make_part
 from moefold.config.edit import edit_model
+from moefold.config.keys.paths import tables
 from moefold.config.presets import preset_names
-from moefold.config.suggestions import tables
 from moefold.recipe import load_config
 
 

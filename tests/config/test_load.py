@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.keys.paths import part_keys, tables
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict, write_config_json
-from moefold.config.suggestions import part_keys, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config, load_recipe
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.base.part import keys_of
+from moefold.config.keys.paths import flat_settings
 from moefold.config.presets import load_preset, preset_names, preset_summary
-from moefold.config.upgrade import flat_settings
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.recipe import load_config

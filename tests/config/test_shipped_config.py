@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from moefold.config.presets import shipped_files, shipped_folder
+from moefold.config.shipped_recipes import shipped_files, shipped_folder
 from moefold.recipe import load_config
 
 ROOT = Path(__file__).parents[2]

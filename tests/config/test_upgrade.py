@@ -14,14 +14,15 @@ from moefold.checkpoint.recipe_differences import data_order_change, sample_orde
 from moefold.config.base.part import Part, make_part
 from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import read_key
+from moefold.config.keys.paths import key_types, kind_settings, part_keys, tables
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.old_keys import upgraded_word
 from moefold.config.presets import preset_names
-from moefold.config.schema import Config, config_to_dict
-from moefold.config.suggestions import key_types, kind_settings, part_keys, tables
-from moefold.config.upgrade import FORMAT, LAYERS, MOVED, OFF, upgraded
-from moefold.config.upgrade_text import upgrade_text
+from moefold.config.schema import FORMAT, Config, config_to_dict
+from moefold.config.upgrade.moved_keys import LAYERS, MOVED, OFF
+from moefold.config.upgrade.recipe import upgraded
+from moefold.config.upgrade.refusals import upgraded_word
+from moefold.config.upgrade.text import upgrade_text
 from moefold.convert.run_config import parse_run_config
 from moefold.errors import ConfigError
 from moefold.optim.lr_schedule import schedule_settings

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import COMMANDS
+from moefold.config.keys.paths import key_types, sections
 from moefold.config.load import config_from_dict
-from moefold.config.suggestions import key_types, sections
 from moefold.cost.hardware import load_device
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.validate.config import check_config

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
-from moefold.config.key_help import recipe_keys
-from moefold.config.suggestions import sections
+from moefold.config.keys.help import recipe_keys
+from moefold.config.keys.paths import sections
 from tests.docs.browser import chromium, measure_pages, search, take_picture
 from tests.docs.markdown_page import ROOT
 

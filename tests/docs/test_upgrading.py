@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.upgrade import MOVED
+from moefold.config.upgrade.moved_keys import MOVED
 from tests.docs.markdown_page import ROOT
 from tests.docs.tutorial_run import lines_not_printed, run_tutorial
 

@@ -1,7 +1,7 @@
 """One step of a made-up run, for the tests of those who show or store it."""
 
 from moefold.metrics.definitions import step_values
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.parallel.memory_tracking import MemoryByPart
 
 LAYER = MoELayerMetrics(

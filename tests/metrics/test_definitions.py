@@ -23,12 +23,15 @@ from moefold.metrics.definitions import (
     step_values,
 )
 from moefold.metrics.expert_balance import LayerSummary
+from moefold.metrics.moe_metrics import MoELayerMetrics
+from moefold.metrics.rank_times import rank_time_metrics
+from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.metrics.step_line import StepLine
-from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.round_statistics import RoundStatistics
+from moefold.train.step_meter import offload_metrics
 from tests.metrics.example import LAYER, MEMORY, STEP
 from tests.metrics.undefined import undefined
 from tests.objectives.losses import policy, preference

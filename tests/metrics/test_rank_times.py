@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moefold.metrics.step_metrics import (
+from moefold.metrics.rank_times import (
     REPORT_SLOW_STEPS,
     WINDOW_STEPS,
     Stragglers,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.metrics.writer import to_record
 from tests.metrics.example import STEP
 

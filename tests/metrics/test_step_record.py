@@ -8,9 +8,9 @@ import pytest
 
 from moefold.metrics.definitions import number_of
 from moefold.metrics.reader import read_lines
-from moefold.metrics.step_metrics import offload_metrics
 from moefold.metrics.writer import to_record
 from moefold.parallel.memory_tracking import PARTS, MemoryByPart
+from moefold.train.step_meter import offload_metrics
 from tests.metrics.example import LAYER, MEMORY, STEP
 
 KEYS = [

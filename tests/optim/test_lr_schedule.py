@@ -11,10 +11,10 @@ import pytest
 from moefold.config.base.part import make_part, settings_of
 from moefold.config.base.part_registry import find_part
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.part_table import toml_value
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
+from moefold.config.tables.toml_text import toml_value
 from moefold.optim.lr_schedule import (
     check_schedule_settings,
     continuation,

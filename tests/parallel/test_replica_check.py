@@ -17,7 +17,7 @@ from moefold.comm.groups import Group
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
 from moefold.data.dataset import DataRequest
-from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.states import named_moments
 from moefold.parallel import shared_gather

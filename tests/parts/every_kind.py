@@ -6,8 +6,8 @@ from moefold.config.base.part import Part, default_of_field
 from moefold.config.base.part_registry import built_in_kinds, find_group, find_part
 from moefold.config.chosen import chosen
 from moefold.config.edit import edit
+from moefold.config.keys.paths import default_of, kind_settings, part_keys
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.validate.unused import idle_keys

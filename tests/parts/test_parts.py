@@ -11,8 +11,8 @@ from moefold.config.base.part import Part
 from moefold.config.base.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_text
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
+from moefold.config.keys.paths import choices_of, default_of, part_keys
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

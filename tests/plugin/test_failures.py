@@ -14,9 +14,10 @@ from moefold.config.groups.attention import AttentionPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.lr_schedule import LrSchedulePart
+from moefold.config.keys.paths import part_annotations
+from moefold.config.keys.suggestions import part_class_problem
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_annotations, part_class_problem
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

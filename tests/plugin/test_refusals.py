@@ -9,10 +9,10 @@ import pytest
 
 from moefold.config.base import part_registry, plugins
 from moefold.config.base.plugins import MissingPartError
-from moefold.config.key_help import keys_text
+from moefold.config.keys.help import keys_text
+from moefold.config.keys.paths import choices_of
 from moefold.config.load import config_from_dict
 from moefold.config.schema import config_to_dict
-from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

@@ -18,7 +18,7 @@ from moefold.comm.comm_timer import CommTimer
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
-from moefold.metrics.step_metrics import REPORT_SLOW_STEPS
+from moefold.metrics.rank_times import REPORT_SLOW_STEPS
 from moefold.model.block import Block
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

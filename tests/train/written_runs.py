@@ -7,8 +7,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counte
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.checkpoint.recipe_differences import sample_order
-from moefold.config.schema import Config, config_to_dict
-from moefold.config.upgrade import FORMAT
+from moefold.config.schema import FORMAT, Config, config_to_dict
 from moefold.data.fingerprint import fingerprint
 from moefold.recipe import load_config
 

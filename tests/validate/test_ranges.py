@@ -10,10 +10,10 @@ import pytest
 from moefold.config.base.field import Bound
 from moefold.config.base.part import Part, Table, metadata_of, required_settings, settings_of
 from moefold.config.chosen import read_key, with_key
-from moefold.config.key_annotations import bounds, range_problems
+from moefold.config.keys.annotations import bounds, range_problems
+from moefold.config.keys.paths import default_of, kind_settings, owners_of, tables
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, kind_settings, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
 from moefold.recipe import load_config

@@ -7,12 +7,12 @@ import pytest
 
 from moefold.config.base.part_registry import built_in_kinds, groups
 from moefold.config.chosen import part_of_kind, read_key, with_key
-from moefold.config.key_annotations import read_conditions
+from moefold.config.groups.router import aux_coefficient
+from moefold.config.keys.annotations import read_conditions
+from moefold.config.keys.paths import choices_of, default_of, owners_of, tables
 from moefold.config.load import config_from_dict
-from moefold.config.routing import aux_coefficient
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, condition_holds, is_within, why_unread

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from moefold.config.base.part import make_part
+from moefold.config.keys.paths import part_keys
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.faults import FaultsConfig
@@ -13,8 +14,7 @@ from moefold.config.sections.moe import MoEConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.config.suggestions import part_keys
-from moefold.config.upgrade import upgraded
+from moefold.config.upgrade.recipe import upgraded
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 from tests.models import model_of

@@ -4,8 +4,7 @@ import re
 from itertools import combinations
 
 from moefold.config.base.part import Part
-from moefold.config.suggestions import default_of, sections, tables
-from moefold.config.upgrade import flat_settings
+from moefold.config.keys.paths import default_of, flat_settings, sections, tables
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
 from tests.verify.oracle_cases import ORACLE_CASES

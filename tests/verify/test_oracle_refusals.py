@@ -25,7 +25,7 @@ from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.router import ScoreFormula
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.config.key_annotations import verification_by_key
+from moefold.config.keys.annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.schema import Config
 from moefold.config.sections.align import AlignConfig

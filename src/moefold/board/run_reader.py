@@ -21,9 +21,9 @@ from moefold.board.metric_table import MetricTable
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
+from moefold.config.keys.paths import flat_settings, key_types, sections
 from moefold.config.sections.run import SETTINGS_FILE
-from moefold.config.suggestions import key_types, sections
-from moefold.config.upgrade import flat_settings, upgraded
+from moefold.config.upgrade.recipe import upgraded
 from moefold.host.folder_lock import is_in_use
 from moefold.message_text import format_list
 from moefold.metrics.definitions import charts_of

@@ -9,13 +9,12 @@ from typing import Any
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import regular_file
+from moefold.config.base.layer_words import parse_layers, spell_layers
 from moefold.config.base.part import keys_of, without_source
 from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import without_outside_parts
-from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
+from moefold.config.schema import FORMAT
 from moefold.data.input_paths import check_data_file_names
 from moefold.errors import ConfigError
 from moefold.optim.lr_schedule import check_schedule_settings
@@ -152,9 +151,11 @@ def _current_fields(fields: Any) -> dict[str, Any]:
     Raises:
         TypeError: the file has other contents.
     """
+    from moefold.config.upgrade.recipe import upgraded, upgraded_keys
+
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    current = dict(fields) if "states" in fields else states_by_object(fields)
+    current = dict(fields) if "states" in fields else _states_by_object(fields)
     if fields.get("format", 1) == 1:
         current["format"] = FORMAT
     if isinstance(model := fields.get("model"), dict):
@@ -164,6 +165,36 @@ def _current_fields(fields: Any) -> dict[str, Any]:
         align[AlignmentPart.key] = method_of_samples(align[AlignmentPart.key])
         current["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
     return current
+
+
+_FORMER_STATES = {
+    "position": ("step", "samples", "tokens", "tokens_consumed"),
+    "weights": ("moment_updates",),
+    "evaluation": ("eval_loss",),
+    "replica_check": ("checked_step",),
+    "data": ("stream", "data_files", "data_tokens", "data_lost", "rl"),
+}
+"""Fields of checkpoints up to 0.2.0 by the object whose state they are now."""
+
+
+def _states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a checkpoint up to 0.2.0, with the state of each object moved to its name in "states".
+
+    Raises:
+        TypeError: a field has another type.
+    """
+    flat = {name: value for name, value in fields.items() if value is not None}
+    from moefold.config.upgrade.recipe import upgraded_keys
+
+    states = {name: {key: flat.pop(key) for key in keys if key in flat} for name, keys in _FORMER_STATES.items()}
+    states |= {name: flat.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in flat}
+    for name in ("guard", "schedule"):
+        if not isinstance(states.get(name, {}), dict):
+            raise TypeError(f"{name} is not an object")
+    guard = states.get("guard", {})
+    states["position"]["skipped"] = guard.get("left_out", [])
+    states["weights"].setdefault("moment_updates", states["position"].get("step", 0) - guard.get("num_skipped", 0))
+    return flat | {"states": states | {"schedule": upgraded_keys(states.get("schedule", {}))}}
 
 
 def _check_meta(meta: CheckpointMeta) -> None:
@@ -272,6 +303,7 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     """
     # A training process does not import the loader of recipes.
     from moefold.config.load import config_from_dict
+    from moefold.config.tables.part_class import without_outside_parts
 
     fields = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
     return config_from_dict({"model": without_outside_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model

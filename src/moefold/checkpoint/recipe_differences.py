@@ -7,21 +7,18 @@ from typing import Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples, model_of, model_sizes
 from moefold.config.base.field import SAME_TENSORS
-from moefold.config.base.part import keys_of, without_source
+from moefold.config.base.part import NONE, keys_of, without_source
 from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.drop import DropScopePart
-from moefold.config.key_annotations import keys_with
+from moefold.config.groups.router import aux_loss_depends_on_dp
+from moefold.config.keys.annotations import keys_with
+from moefold.config.keys.paths import flat_settings, part_keys, tables, value_at
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import NONE
-from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sections.moe import MoEConfig
 from moefold.config.sections.parallel import ParallelConfig
-from moefold.config.suggestions import part_keys, tables
-from moefold.config.tree import value_at
-from moefold.config.upgrade import flat_settings
 from moefold.data.fingerprint import LOCATION_KEYS, DataFiles
 from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped_files
 from moefold.message_text import format_list
@@ -182,7 +179,7 @@ def mapping_notes(
     if not {"world_size", "tp", "cp", "pp"} <= before.keys():
         return
     dp = before["world_size"] // (before["tp"] * before["cp"] * before["pp"])
-    if depends_on_data_parallel_size(model, moe) and dp != parallel.dp:
+    if model.has_moe_layers and aux_loss_depends_on_dp(moe) and dp != parallel.dp:
         yield (
             f"moe.aux_kind='global_batch' depends on dp, which was {dp} and is {parallel.dp}: the loss continues with "
             "another grouping of micro-batches; 'last_global_batch' does not depend on it"

@@ -31,9 +31,8 @@ from moefold.checkpoint.writing_job import WritingJob, commit
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.base.part import values_by_key
-from moefold.config.schema import Config, config_to_dict
+from moefold.config.schema import FORMAT, Config, config_to_dict
 from moefold.config.sections.run import SETTINGS_FILE
-from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.optim.states import named_moments

@@ -25,9 +25,8 @@ from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.checkpoint.retention import remove_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
+from moefold.config.keys.paths import flat_settings, value_at
 from moefold.config.sections.lora import LoraConfig
-from moefold.config.tree import value_at
-from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.remote_path import to_path

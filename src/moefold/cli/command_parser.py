@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return moefold's name for an argument of other software that argparse does not recognise, "" if unknown."""
         if not message.startswith("unrecognized arguments: "):
             return ""
-        from moefold.config.suggestions import key_types, sections
+        from moefold.config.keys.paths import key_types, sections
 
         takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):

@@ -11,8 +11,9 @@ import shtab
 
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.main import COMMANDS, command_parser
-from moefold.config.presets import preset_names, shipped_files
-from moefold.config.suggestions import choices_of, key_types, kind_settings, sections
+from moefold.config.keys.paths import choices_of, key_types, kind_settings, sections
+from moefold.config.presets import preset_names
+from moefold.config.shipped_recipes import shipped_files
 from moefold.terminal import print_escaped
 
 SHELLS = ("bash", "zsh", "fish")

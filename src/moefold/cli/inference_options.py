@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from moefold.checkpoint.find_checkpoint import skipped_checkpoints
 from moefold.cli.command_parser import CommandParser
-from moefold.config.suggestions import choices_of
+from moefold.config.keys.paths import choices_of
 from moefold.inference.notices import report_notices
 
 Options = TypeVar("Options")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.config.presets import TEMPLATES, shipped_files
+from moefold.config.shipped_recipes import TEMPLATES, shipped_files
 from moefold.errors import ConfigError
 from moefold.message_text import closest_match, format_list
 from moefold.terminal import print_escaped

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
 from moefold.config.base.limits import MAX_RANKS, parse_count
+from moefold.config.keys.suggestions import DERIVED
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import DERIVED
 from moefold.cost.stage_balance import plan_stages, stage_cost
 from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, refuse_existing

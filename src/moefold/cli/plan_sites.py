@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moefold.cli.screen import Column, numbers, print_columns, print_prose
-from moefold.config.part_table import toml_value
+from moefold.config.tables.toml_text import toml_value
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_seconds
 from moefold.planner.sites import MAX_PUBLISHED_EVERY, TARGET, SitePlan, SiteRate

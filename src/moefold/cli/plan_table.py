@@ -8,7 +8,7 @@ from rich.console import Console
 from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.base.limits import parse_count
 from moefold.config.base.part_registry import built_in_kinds, find_part, kinds
-from moefold.config.suggestions import choices_of
+from moefold.config.keys.paths import choices_of
 from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError

@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
     """Run `moefold train` and return the exit status."""
     args = _parser().parse_args(argv)
     if args.keys is not None:
-        from moefold.config.key_help import keys_text
+        from moefold.config.keys.help import keys_text
 
         print_escaped(keys_text(args.keys), end="")
         return 0

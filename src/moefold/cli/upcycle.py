@@ -9,12 +9,13 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
+from moefold.config.base.layer_words import spell_layers
 from moefold.config.base.part import keys_of
-from moefold.config.layer_words import spell_layers
-from moefold.config.load import apply_overrides, config_from_dict
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import import_part_files
+from moefold.config.overrides import apply_overrides
 from moefold.config.sections.checkpoint import UpcycleConfig
+from moefold.config.tables.part_class import import_part_files
 from moefold.convert.preflight import (
     check_out,
     dense_unsupported_reason,

@@ -11,8 +11,8 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.groups.router import aux_loss_depends_on_dp
 from moefold.config.model import ModelConfig
-from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.moe import MoEConfig
@@ -240,7 +240,7 @@ def _header(
     )
     if message:
         rows = (rows[0], ("  shrunk", message), *rows[1:])
-    if depends_on_data_parallel_size(model, moe):
+    if model.has_moe_layers and aux_loss_depends_on_dp(moe):
         rows += (("note", f"moe.aux_kind='global_batch' depends on dp: the oracle takes the recipe's, dp={p.dp}"),)
     rows += tuple(("note", note) for note in notes)
     return "\n".join(f"{name:13}{text}" for name, text in rows) + "\n"

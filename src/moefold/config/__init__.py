@@ -1,1 +1,1 @@
-"""The recipe in layers, lowest first: `base/`, `sections/`, `groups/`, and the files here, which read them all."""
+"""The recipe. It stands on `base/`, `sections/` and `groups/`, and is read by `keys/`, `tables/` and `upgrade/`."""

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moefold.config.base.layer_words import counted_layers
 from moefold.config.base.part import Part, Table, as_plain, settings_of
-from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import build_table, checked_settings
 from moefold.config.schema import Config
-from moefold.config.tree import merged
+from moefold.config.tables.build import build_table, checked_settings
+from moefold.config.tables.tree import merged
 from moefold.errors import raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from moefold.config.base.layer_words import LayerWords
 from moefold.config.base.param_spec import ParamSpec
 from moefold.config.base.part import make_part, metadata_of
 from moefold.config.base.part_registry import unknown_kind
 from moefold.config.groups.attention import AttentionCore, AttentionPart, prefixed
 from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
-from moefold.config.layer_words import LayerWords
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (

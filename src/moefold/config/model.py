@@ -5,11 +5,11 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from moefold.config.base.field import POSITIVE, SAME_TENSORS, MaxMagnitude, VerifyAs, at_least
+from moefold.config.base.layer_words import LayerWords, parse_layers
 from moefold.config.base.limits import MAX_LAYERS, MAX_WIDTH
 from moefold.config.base.part import KindOf, Section
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
-from moefold.config.layer_words import LayerWords, parse_layers
 from moefold.config.layers import Layer, layers_of
 from moefold.config.sections.train import TrainConfig
 

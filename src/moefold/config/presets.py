@@ -1,13 +1,8 @@
-"""Model presets and shipped recipes.
-
-A preset is a TOML file of [model] keys in `presets/`. The shipped recipes are the folder recipes/ of a checkout, or its
-copy in an installed package.
-"""
+"""Model presets: TOML files of [model] keys in `presets/`."""
 
 import tomllib
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
 from moefold.errors import ConfigError
@@ -39,79 +34,3 @@ def _folder() -> Traversable:
 
 def _read(name: str) -> str:
     return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
-
-
-EXTRA_FILES = {
-    "dpo": ("preferences.jsonl",),
-    "lora": ("conversations.jsonl",),
-    "sft": ("conversations.jsonl",),
-    "sort-align": ("plain.jinja",),
-}
-"""Additional files that a recipe reads, by recipe name."""
-TEMPLATES = {"slurm": "slurm.sbatch"}
-"""Shipped files other than recipes, by name."""
-PATH_KEYS = (
-    ("data", "path"),
-    ("data", "tokenizer"),
-    ("data", "chat_template"),
-    ("parallel", "schedule"),
-    ("checkpoint", "init_from"),
-    ("checkpoint", "upcycle"),
-    ("lora", "init_from"),
-    ("moe", "replay"),
-    ("rl", "reference"),
-    ("sites", "secret"),
-)
-"""Recipe keys that name an input file or folder, by themselves or by `path` or `dense` of their table."""
-
-
-def shipped_folder() -> Path:
-    """Return the folder of the shipped recipes."""
-    package = Path(__file__).parents[1]
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parents[1] / "recipes"
-
-
-def shipped_files() -> dict[str, tuple[Path, ...]]:
-    """Return the files of each recipe or template by name. The first is the recipe or template itself.
-
-    The name of a recipe is its path in the folder of recipes, without .toml: sft, pretrain/mixtral-8x7b.
-    """
-    folder = shipped_folder()
-    files = dict[str, tuple[Path, ...]]()
-    for path in folder.rglob("*.toml"):
-        name = path.relative_to(folder).with_suffix("").as_posix()
-        files[name] = (path, *(folder / extra for extra in EXTRA_FILES.get(name, ())))
-    files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
-    return dict(sorted(files.items()))
-
-
-def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
-    """Resolve the paths of a recipe that exist relative to the recipe's folder, in place.
-
-    Other paths stay relative to the current folder.
-
-    Args:
-        tree: the sections of the recipe, unchecked.
-    """
-    for section, key in PATH_KEYS:
-        keys = tree.get(section)
-        if isinstance(keys, dict) and key in keys:
-            value = keys[key]
-            if isinstance(value, list):
-                keys[key] = [_resolve_path(path, folder) for path in value]
-            elif isinstance(value, dict):
-                paths = {name: _resolve_path(value[name], folder) for name in ("path", "dense") if name in value}
-                keys[key] = value | paths
-            else:
-                keys[key] = _resolve_path(value, folder)
-
-
-def _resolve_path(path: object, folder: Path) -> object:
-    if not isinstance(path, str) or not path or "\0" in path:
-        return path
-    target = folder / path
-    try:
-        return str(target) if target.exists() else path
-    except OSError:
-        return path

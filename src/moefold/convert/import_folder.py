@@ -21,9 +21,9 @@ from moefold.checkpoint.streaming_io import (
 from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.base.part import keys_of
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import toml_value
+from moefold.config.schema import FORMAT
 from moefold.config.sections.moe import MoEConfig
-from moefold.config.upgrade import FORMAT
+from moefold.config.tables.toml_text import toml_value
 from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.families.hf_config import parse_model_config
 from moefold.convert.families.known_keys import ALL_KEYS

@@ -13,10 +13,11 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.config.base.part import without_source
 from moefold.config.base.part_registry import built_in_kinds
+from moefold.config.keys.paths import default_of, part_keys
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import build_part, minimal_form, toml_value
 from moefold.config.schema import config_to_dict
-from moefold.config.suggestions import default_of, part_keys
+from moefold.config.tables.build import build_part
+from moefold.config.tables.toml_text import minimal_form, toml_value
 from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config

@@ -15,14 +15,14 @@ from moefold.checkpoint.checkpoint_meta import model_sizes, read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.checkpoint.integrity import check_file_sizes
 from moefold.checkpoint.recipe_differences import model_differences
+from moefold.config.base.layer_words import spell_layers
 from moefold.config.base.plugins import MissingPartError
 from moefold.config.edit import edit_model
-from moefold.config.layer_words import spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import shown_value
 from moefold.config.sections.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.sections.lora import LoraConfig
+from moefold.config.tables.toml_text import shown_value
 from moefold.convert.families.families import FAMILIES
 from moefold.convert.families.hf_config import (
     families_for,

@@ -11,7 +11,7 @@ from moefold.config.base.plugins import MissingPartError
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
-from moefold.config.upgrade import upgraded
+from moefold.config.upgrade.recipe import upgraded
 from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

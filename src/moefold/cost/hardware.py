@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
 from moefold.config.base.field import Bound
-from moefold.config.typed_file import STRICT, from_table, parse_table, within
+from moefold.config.base.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
 from moefold.message_text import Setting, closest_match
 from moefold.units import GIB

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from moefold.config.base.param_spec import ModelPart, ParamSpec
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
-from moefold.config.groups.router import BalanceScopePart
+from moefold.config.groups.router import BalanceScopePart, aux_coefficient
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.moe import MoEConfig

@@ -10,18 +10,19 @@ from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router import ChoicePart
-from moefold.config.load import apply_overrides, config_from_dict
+from moefold.config.keys.paths import choices_of, flat_settings
+from moefold.config.keys.suggestions import describe_key
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import import_part_files
+from moefold.config.overrides import apply_overrides
 from moefold.config.schema import Config
 from moefold.config.sections.moe import MoEConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RolloutConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.config.suggestions import choices_of, describe_key
-from moefold.config.tree import Tree
-from moefold.config.upgrade import flat_settings
+from moefold.config.tables.part_class import import_part_files
+from moefold.config.tables.tree import Tree
 from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.errors import ConfigError, raise_all
 from moefold.host.rank_env import RankEnv, check_world_size

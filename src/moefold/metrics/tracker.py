@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.part_table import toml_value
 from moefold.config.sections.metrics import MetricsConfig
+from moefold.config.tables.toml_text import toml_value
 from moefold.errors import ConfigError, install_command
 from moefold.metrics.definitions import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 from moefold.units import GIB

@@ -12,10 +12,9 @@ from typing import Any
 from moefold.config.base.part import keys_of, without_source
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.part_table import build_part
+from moefold.config.keys.paths import flat_settings
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 
 
@@ -117,6 +116,9 @@ def _part_before(value: Any, train: TrainConfig) -> Any:
     """
     if value == without_source(keys_of(train)["lr_schedule"]):
         return train.lr_schedule
+    # Only a run that resumes with another schedule needs the builder of parts.
+    from moefold.config.tables.build import build_part
+
     return build_part(LrSchedulePart.key, value)
 
 

@@ -20,7 +20,7 @@ from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group, current_world
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp_hooks import FSDPCommHooks

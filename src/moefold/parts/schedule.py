@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from moefold.config.base.pipeline_actions import SlotRow
 from moefold.config.base.schedule_row_builder import RowBuilder
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.schedule_file import read_schedule
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote
+from moefold.topology.schedule_file import read_schedule
 
 if TYPE_CHECKING:
     from moefold.config.sections.parallel import ParallelConfig

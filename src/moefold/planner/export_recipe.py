@@ -9,11 +9,10 @@ from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.keys.paths import default_of, sections
 from moefold.config.load import config_from_dict
-from moefold.config.part_table import minimal_form, toml_value
-from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, sections
-from moefold.config.upgrade import FORMAT, FORMAT_KEY
+from moefold.config.schema import FORMAT, FORMAT_KEY, Config
+from moefold.config.tables.toml_text import minimal_form, toml_value
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config

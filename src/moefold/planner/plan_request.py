@@ -11,7 +11,7 @@ from typing import Any, Literal
 from moefold.config.base.limits import check_at_most
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.key_annotations import max_integer
+from moefold.config.keys.annotations import max_integer
 from moefold.config.model import ModelConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.lora import LoraConfig

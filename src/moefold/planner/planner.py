@@ -18,7 +18,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
-from moefold.config.tree import parsed_value
+from moefold.config.tables.tree import parsed_value
 from moefold.cost.hardware import Device, SiteLink, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.message_text import Setting

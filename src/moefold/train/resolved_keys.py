@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.config.method_defaults import (
+from moefold.config.keys.learning_rates import (
     LR_KEY,
     METHOD_KEYS,
     PRETRAINING,

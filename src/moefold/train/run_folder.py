@@ -29,15 +29,17 @@ from moefold.checkpoint.recipe_differences import (
     sample_order,
 )
 from moefold.checkpoint.resume import newest_intact_checkpoint
+from moefold.config.base.layer_words import parse_layers, spell_layers
 from moefold.config.base.part import without_source
-from moefold.config.key_annotations import keys_of_same_run
-from moefold.config.layer_words import parse_layers, spell_layers
-from moefold.config.part_table import toml_value
+from moefold.config.keys.annotations import keys_of_same_run
+from moefold.config.keys.paths import flat_settings
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.run import SETTINGS_FILE, RunConfig
-from moefold.config.upgrade import LAYERS, flat_settings, upgraded
+from moefold.config.tables.toml_text import toml_value
+from moefold.config.upgrade.moved_keys import LAYERS
+from moefold.config.upgrade.recipe import upgraded
 from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
 from moefold.message_text import format_list

@@ -19,8 +19,8 @@ from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
 from moefold.metrics.expert_counts import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
+from moefold.metrics.rank_times import describe_straggler
 from moefold.metrics.step_line import Progress, StepLine
-from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.position import is_due

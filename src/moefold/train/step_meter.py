@@ -15,20 +15,15 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.metrics.step_metrics import (
-    COMM,
-    COMPUTE,
-    DATA,
-    NUM_TIMES,
-    MoELayerMetrics,
-    ReplicaMetrics,
-    offload_metrics,
-    peak_memory_gib,
-)
+from moefold.host.memory import peak_resident_gib
+from moefold.metrics.moe_metrics import MoELayerMetrics
+from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
+from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.model.loss_metrics import MISMATCH
 from moefold.parallel.gradients import local_norm_sq
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
+from moefold.units import GIB
 
 if TYPE_CHECKING:
     from moefold.config.groups.optimizer import ForwardPasses, ProjectedGradient
@@ -66,7 +61,7 @@ class StepResult:
     peak_memory_gib: float
     """Largest peak memory over the ranks since they started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
-    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]. See `metrics.step_metrics`."""
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]. See `metrics.rank_times`."""
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
@@ -196,7 +191,7 @@ class StepMeter:
         world = self._model.groups.world
         device = loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
-        memory = torch.full((1,), peak_memory_gib(device.type), dtype=torch.float64, device=device)
+        memory = torch.full((1,), peak_memory_gib(device), dtype=torch.float64, device=device)
         scalars, counts, thresholds, biases = self._local_router_stats(device).split([5, *[self._num_choices] * 3], 1)
         rank_times = _row_of_rank(self._times(device), world)
         offload = () if self._model.offload is None else astuple(self._model.offload.end_step())
@@ -367,3 +362,24 @@ class StepNumbers(NamedTuple):
         """Split a flat tensor, which may be on another device, into numbers of the same shapes."""
         parts = sums.split([numbers.numel() for numbers in self])
         return StepNumbers(*(part.view(numbers.shape) for part, numbers in zip(parts, self, strict=True)))
+
+
+def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
+    """Compute `metrics.definitions.OFFLOAD` from sums over ranks: bytes stored and kept, transfer and wait seconds."""
+    stored_bytes, kept_bytes, io_s, waited_s = sums
+    return {
+        "stored_gib": stored_bytes / GIB,
+        "kept_gib": kept_bytes / GIB,
+        "io_s": io_s / num_ranks,
+        "waited_s": waited_s / num_ranks,
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process in GiB, since it started.
+
+    On CUDA this is the peak of allocated tensor bytes, which the recipe's sizes determine. The unused blocks of the
+    caching allocator, the CUDA context and NCCL's buffers need additional memory, so leave a reserve. On a CPU it is
+    the peak resident set, because torch has no CPU tensor statistics.
+    """
+    return float(torch.cuda.max_memory_allocated()) / GIB if device.type == "cuda" else peak_resident_gib()

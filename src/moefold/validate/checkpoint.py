@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from moefold.config.base.part import describe_part
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import shown_value
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.rl import RLConfig
 from moefold.config.sections.train import TrainConfig
+from moefold.config.tables.toml_text import shown_value
 from moefold.message_text import Problem, nearest_multiples
 
 

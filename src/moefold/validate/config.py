@@ -10,14 +10,15 @@ without effect in `unused.py`.
 from collections.abc import Iterator
 from typing import Any
 
+from moefold.config.base.layer_words import parse_layers
 from moefold.config.base.part import Part, describe_part
 from moefold.config.chosen import chosen_parts, tables_in
-from moefold.config.key_annotations import range_problems
-from moefold.config.layer_words import parse_layers
+from moefold.config.keys.annotations import range_problems
+from moefold.config.keys.paths import group_at
+from moefold.config.keys.suggestions import part_class_problem, wrong_kind
 from moefold.config.model import ModelConfig
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import group_at, part_class_problem, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, spelled_as
 from moefold.topology.layout import Layout, fold_mapping

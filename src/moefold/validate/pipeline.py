@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from math import gcd
 
+from moefold.config.base.layer_words import repeat_layers, spell_layers
 from moefold.config.base.part import describe_part
 from moefold.config.base.part_registry import is_built_in
 from moefold.config.base.pipeline_actions import SlotRow, find_swapped
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.router import BalanceScopePart
+from moefold.config.groups.router import BalanceScopePart, aux_loss_depends_on_dp
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.sections.moe import MoEConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
@@ -91,7 +90,7 @@ def _validate_order(
     model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, rows: Sequence[SlotRow]
 ) -> Iterator[Problem]:
     """Check that micro-batches run in order where each counts the tokens of all before it."""
-    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(model, moe):
+    if (swapped := find_swapped(rows)) and model.has_moe_layers and aux_loss_depends_on_dp(moe):
         aux_kind = Setting("moe.aux_kind", chosen_in(moe, BalanceScopePart).kind)
         rule = (
             f"{describe_part(chosen_in(parallel, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and {aux_kind} "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.lr_schedule import LrSchedulePart
-from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
+from moefold.config.keys.learning_rates import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig
 from moefold.config.sections.align import AlignConfig
 from moefold.config.sections.checkpoint import CheckpointConfig

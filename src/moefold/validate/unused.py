@@ -12,13 +12,13 @@ from moefold.config.base.field import ReadIf
 from moefold.config.base.limits import MAX_LAYERS
 from moefold.config.base.part import Part, Table, default_of_field, settings_of
 from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
-from moefold.config.key_annotations import read_conditions
+from moefold.config.groups.router import aux_coefficient
+from moefold.config.keys.annotations import read_conditions
+from moefold.config.keys.paths import choices_of, default_of, group_at
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import shown_value
-from moefold.config.routing import aux_coefficient
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of, group_at
+from moefold.config.tables.toml_text import shown_value
 from moefold.errors import raise_all
 from moefold.message_text import join_with_or
 from moefold.topology.rollout_mapping import has_rollout_mapping

@@ -17,7 +17,7 @@ from moefold.config.sections.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sampler import Sampler
 from moefold.message_text import format_list
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.model.transformer import build_model
 from moefold.model.weight_init import draw_adapter_outputs, init_weights
 from moefold.objectives.recipe_loss import recipe_loss

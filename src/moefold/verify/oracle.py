@@ -23,7 +23,7 @@ from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
-from moefold.config.key_annotations import verification_by_key
+from moefold.config.keys.annotations import verification_by_key
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -31,7 +31,7 @@ from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.message_text import format_list
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.model.weight_init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within

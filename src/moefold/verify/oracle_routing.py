@@ -19,7 +19,7 @@ from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, Choice
 from moefold.config.model import ModelConfig
 from moefold.config.sections.moe import MoEConfig
 from moefold.config.sections.run import RunConfig
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.verify.no_formula import formula_of
 
 UINT64_MASK = 2**64 - 1

@@ -6,12 +6,12 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
+from moefold.config.base.layer_words import spell_layers
 from moefold.config.base.small_sizes import SmallSizes
 from moefold.config.chosen import chosen_in, chosen_parts, with_part
 from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.layer_words import spell_layers
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config

@@ -4,7 +4,7 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.base.aliases import ANSWER_OF, KEY_OF, MATRIX_OF, OPTION_OF, RELATED_KEY_OF, VALUE_OF, key_hint
-from moefold.config.suggestions import choices_of, key_types, kind_settings, sections
+from moefold.config.keys.paths import choices_of, key_types, kind_settings, sections
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 

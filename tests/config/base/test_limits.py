@@ -9,9 +9,9 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.config.base.limits import MAX_CHARACTERS, MAX_RANKS, parse_count
-from moefold.config.key_annotations import max_magnitude
+from moefold.config.keys.annotations import max_magnitude
+from moefold.config.keys.paths import key_types, sections
 from moefold.config.load import config_from_dict
-from moefold.config.suggestions import key_types, sections
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

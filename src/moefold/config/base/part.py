@@ -72,6 +72,12 @@ class UnusedKeys(NamedTuple):
     """Text of the way out."""
 
 
+NONE = "none"
+"""Value of a key whose optional table is absent."""
+SOURCE = "from"
+"""Key of a recorded table with the distribution or file of the part. No field can have this name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Choice of a recipe. Fields are settings, `name: Annotated[type, bound, ...]`, with their help as docstring."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from moefold.config.base.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.base.limits import MAX_WIDTH
 from moefold.config.base.part import Part, UnusedKeys
+from moefold.config.sections.moe import MoEConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -297,3 +298,13 @@ class BalanceScopePart(Part):
     def formula(self) -> BalanceFormula | None:
         """Return the pairs of counts and scores in float64, or None if it has no formula."""
         return None
+
+
+def aux_coefficient(moe: MoEConfig) -> float:
+    """Return the coefficient of the load-balancing loss: `aux_loss` if the scores decide, else 0."""
+    return moe.aux_loss if cast(ChoicePart, moe.choice).scores_decide else 0.0
+
+
+def aux_loss_depends_on_dp(moe: MoEConfig) -> bool:
+    """Return whether the load-balancing loss of MoE layers depends on dp."""
+    return cast(BalanceScopePart, moe.aux_kind).accumulates and aux_coefficient(moe) > 0

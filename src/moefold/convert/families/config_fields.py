@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from moefold.config.base.limits import MAX_LAYERS
-from moefold.config.base.part import Part
+from moefold.config.base.part import NONE, Part
+from moefold.config.keys.paths import default_of, tables
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import NONE
-from moefold.config.suggestions import default_of, tables
 from moefold.convert.families.known_keys import Json, mark_read, plain
 from moefold.errors import ConfigError
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
-from moefold.config.layer_words import LayerWords, spell_layers
+from moefold.config.base.layer_words import LayerWords, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.convert.families.config_fields import Renamed, interval_of, is_int, num_layers_of
 from moefold.convert.families.known_keys import Json, mark_read, overlay

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.router import BalanceScopePart
-from moefold.config.routing import aux_coefficient
+from moefold.config.groups.router import BalanceScopePart, aux_coefficient
 from moefold.config.sections.moe import MoEConfig
 from moefold.model.gradient_paths import attach_aux_loss
 from moefold.model.moe.router import RoutingDecision

@@ -15,7 +15,7 @@ from moefold.config.base.part import Part, kind_or_part
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
-from moefold.config.key_annotations import range_problems
+from moefold.config.keys.annotations import range_problems
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig

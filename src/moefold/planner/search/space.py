@@ -20,8 +20,8 @@ from moefold.config.base.part import Part, kind_or_part
 from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.keys.paths import choices_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError

@@ -10,12 +10,12 @@ from moefold.comm.groups import current_world
 from moefold.config.sections.metrics import MetricsConfig
 from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.config.sections.run import RunConfig
-from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
+from moefold.metrics.rank_times import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
 
 if TYPE_CHECKING:
-    from moefold.metrics.step_metrics import Stragglers
+    from moefold.metrics.rank_times import Stragglers
 
 
 class MetricsLogging(StageCallback):

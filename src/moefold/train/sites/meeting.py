@@ -14,13 +14,13 @@ from moefold.comm.site_links import SiteLinks, SiteRound
 from moefold.config.base.part import Part, keys_of, kind_or_part, without_source
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.keys.paths import flat_settings
 from moefold.config.model import ModelConfig
 from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret

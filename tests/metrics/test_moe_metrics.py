@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moefold.metrics.step_metrics import MoELayerMetrics
+from moefold.metrics.moe_metrics import MoELayerMetrics
 
 
 def test_layer_metrics_by_hand() -> None:

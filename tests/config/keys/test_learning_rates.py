@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from moefold.config.key_help import keys_text
+from moefold.config.keys.help import keys_text
+from moefold.config.keys.learning_rates import PRETRAINING, all_methods
 from moefold.config.load import config_from_dict
-from moefold.config.method_defaults import PRETRAINING, all_methods
 from moefold.config.schema import config_to_dict
 from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import Any, get_args
 from moefold.config.base.field import SAME_RUN, Bound, MaxMagnitude, ReadIf, Trait, VerifyAs
 from moefold.config.base.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.base.part import Part, Table, metadata_of, settings_of, tables_of
+from moefold.config.keys.paths import key_types, kind_settings, last_name, owner_of, sections
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
 from moefold.message_text import Problem
 
 

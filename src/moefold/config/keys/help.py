@@ -12,14 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from moefold.config.base.aliases import key_hint
-from moefold.config.base.part import Table, required_settings, settings_of
+from moefold.config.base.part import NONE, Table, required_settings, settings_of
 from moefold.config.base.part_registry import kind_of
-from moefold.config.method_defaults import LR_KEY, rates_text
-from moefold.config.part_table import NONE
-from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import (
+from moefold.config.keys.learning_rates import LR_KEY, rates_text
+from moefold.config.keys.paths import (
     default_of,
-    describe_key,
     key_types,
     kind_settings,
     last_name,
@@ -30,6 +27,8 @@ from moefold.config.suggestions import (
     sections,
     tables,
 )
+from moefold.config.keys.suggestions import describe_key
+from moefold.config.presets import preset_names, preset_summary
 from moefold.errors import ConfigError
 from moefold.message_text import Setting, closest_match, join_with_or
 

@@ -4,7 +4,7 @@ import pytest
 
 from moefold.config.base.part import KindOf
 from moefold.config.base.part_registry import built_in_kinds
-from moefold.config.suggestions import annotation_at, group_at, key_types, kind_settings, part_keys, sections, tables
+from moefold.config.keys.paths import annotation_at, group_at, key_types, kind_settings, part_keys, sections, tables
 
 
 def test_a_path_has_the_mark_that_the_list_of_all_kinds_gives_it():

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from moefold.config.key_help import keys_text, recipe_keys, section_help
+from moefold.config.keys.help import keys_text, recipe_keys, section_help
+from moefold.config.keys.paths import key_types, kind_settings, sections
 from moefold.config.presets import preset_names
-from moefold.config.suggestions import key_types, kind_settings, sections
 from tools.recipe_page import recipe_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
+PAGE = Path(__file__).parents[3] / "docs" / "recipe.md"
 
 
 def test_every_key_of_the_schema_has_help():

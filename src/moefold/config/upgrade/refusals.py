@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moefold.config.part_table import NONE, shown_value, toml_value
-from moefold.config.suggestions import annotation_at, kind_settings
-from moefold.config.tree import parsed_value, value_at
-from moefold.config.upgrade import KIND, LAYERS, MOVED, OFF, flat_settings, kind_at, preset_of, upgraded
+from moefold.config.base.part import NONE
+from moefold.config.keys.paths import annotation_at, flat_settings, kind_settings, value_at
+from moefold.config.tables.toml_text import shown_value, toml_value
+from moefold.config.tables.tree import parsed_value
+from moefold.config.upgrade.moved_keys import KIND, LAYERS, MOVED, OFF
+from moefold.config.upgrade.recipe import kind_at, preset_of, upgraded
 from moefold.errors import ConfigError
 from moefold.message_text import join_with_or
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from moefold.config.base.layer_words import WORDS, LayerWords, parse_layers, repeat_layers, spell_layers
 from moefold.config.edit import edit
-from moefold.config.layer_words import WORDS, LayerWords, parse_layers, repeat_layers, spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset, preset_names
 from moefold.config.schema import Config

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import parse_toml
-from moefold.config.old_keys import check_one_name, moved_key_refusal
-from moefold.config.part_table import toml_value
-from moefold.config.suggestions import key_types, kind_settings, sections
-from moefold.config.tree import value_at
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
+from moefold.config.keys.paths import key_types, kind_settings, sections, value_at
+from moefold.config.schema import FORMAT, FORMAT_KEY
+from moefold.config.tables.toml_text import toml_value
+from moefold.config.upgrade.moved_keys import KIND, MOVED
+from moefold.config.upgrade.recipe import check_format, upgraded
+from moefold.config.upgrade.refusals import check_one_name, moved_key_refusal
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100

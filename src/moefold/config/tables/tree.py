@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moefold.bounded_read import parse_toml
-from moefold.config.base.part import as_plain
-from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
-from moefold.config.suggestions import annotation_at, group_at, sections
+from moefold.config.base.part import NONE, SOURCE, as_plain
+from moefold.config.keys.paths import annotation_at, group_at, sections
+from moefold.config.tables.part_class import settings_of_other_kind
 from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -68,13 +68,6 @@ def merged(path: str, base: Any, over: Any) -> Any:
         base = settings_of_other_kind(path, base, kind, over.get(SOURCE, {}))[0]
     common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
     return {**base, **over, **common}
-
-
-def value_at(path: str, tree: Any) -> Any:
-    """Return the value of a tree at a path, which may be "none", or None if there is none."""
-    for name in path.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def parsed_value(text: str) -> Any:

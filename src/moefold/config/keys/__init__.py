@@ -1,0 +1,1 @@
+"""Keys of a recipe by name: paths, types, annotations, defaults, help and suggestions."""

@@ -1,0 +1,1 @@
+"""Tables of settings: nested trees, the parts that are built from them, and their text."""

@@ -1,0 +1,1 @@
+"""Recipes of earlier versions, with flat keys, in today's tables of parts."""
