@@ -44,11 +44,6 @@ _NEUTRAL_KEYS = (
 """Keys that choose modules, which are in the names of the tensors, or settings of training and of initial weights."""
 
 
-def is_peft_folder(folder: Path) -> bool:
-    """Return whether a folder has adapters in PEFT's format."""
-    return (folder / ADAPTER_CONFIG_FILE).is_file()
-
-
 def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
     """Read adapter_config.json, and sort its keys. Refuse adapters of another kind, and those without safetensors."""
     path = folder / ADAPTER_CONFIG_FILE
