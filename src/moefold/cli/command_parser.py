@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moefold.config.base.aliases import OPTION_OF, key_hint
+from moefold.config.base.aliases import key_hint, our_names
 from moefold.errors import EXIT_USER_ERROR, ConfigError, install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import printable
@@ -71,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
         takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
             plain = name.replace("-", "_")
-            option = OPTION_OF.get(plain.lower(), "")
+            option = our_names("options").get(plain.lower(), "")
             section, _, key = plain.partition(".")
             if any(option in action.option_strings for action in self._actions):
                 return f"moefold calls this {option}"
