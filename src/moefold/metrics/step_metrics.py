@@ -1,6 +1,6 @@
 """Numbers of a step: MoE layers, replicas, times of ranks, activation offload, memory of a process.
 
-`metrics/definitions.py` has the definition of each number. The module needs numpy, not torch.
+`metrics/definitions.toml` has the definition of each number. The module needs numpy, not torch.
 """
 
 import resource
