@@ -10,7 +10,7 @@ def metrics_page() -> str:
     lines = [
         "# Every reported number",
         "",
-        "<!-- From src/moefold/metrics/definitions.py: `python -m tools.metrics_page > docs/metrics.md`. -->",
+        "<!-- From src/moefold/metrics/definitions.toml: `python -m tools.metrics_page > docs/metrics.md`. -->",
         "",
         "What each number of a run counts, and its name in Megatron-LM, torchtitan, transformers (HF), TRL and vLLM.",
         "`moefold inspect --definitions` prints this page. The text on the console, `metrics.jsonl`, the trackers, the",

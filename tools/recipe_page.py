@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from textwrap import TextWrapper
 
-from moefold.config.base.aliases import KEY_OF
+from moefold.config.base.aliases import our_names
 from moefold.config.base.field import MaxMagnitude
 from moefold.config.base.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
 from moefold.config.base.part import metadata_of
@@ -40,7 +40,7 @@ def recipe_page() -> str:
         "",
     ]
     names_elsewhere: dict[str, list[str]] = {}
-    for theirs, ours in KEY_OF.items():
+    for theirs, ours in our_names("keys").items():
         names_elsewhere.setdefault(ours, []).append(theirs)
     for section in sections():
         lines += [f"## [{section}]", "", section_help(section), ""]

@@ -81,7 +81,7 @@ def _draw(draw: random.Random, world_size: int) -> Config:
         model = {
             "layers": num_layers,
             "mtp_layers": further,
-            "layers.ffn": draw.choice(["moe", "dense, moe", "moe, dense", "2 moe, dense"]),
+            "layers.ffn": draw.choice(["moe", "dense, moe", "moe, dense", *["2 moe, dense"] * (num_layers > 2)]),
         }
         if draw.random() < 0.5:
             model |= {"ffn.moe.shared.intermediate_size": 16}

@@ -8,7 +8,6 @@ manifest.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
@@ -19,9 +18,6 @@ from moefold.config.sections.run import SETTINGS_FILE, RunConfig
 from moefold.errors import ConfigError
 from moefold.message_text import format_list
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
-
-if TYPE_CHECKING:
-    pass
 
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
 

@@ -1,13 +1,12 @@
 """`moefold board`: a page that shows runs side by side, from a local server or as a static export."""
 
 import argparse
-import importlib.util
 import secrets
 import socket
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, install_command
+from moefold.cli.command_parser import CommandParser, check_packages
+from moefold.errors import ConfigError
 from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
 from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
@@ -44,7 +43,7 @@ def run(argv: list[str]) -> int:
             f"--allow-remote has no effect on the loopback address {arguments.host}; give --host 0.0.0.0 or an address "
             "of this machine, or leave it out"
         )
-    _check_packages()
+    check_packages("board", "starlette", "uvicorn", otherwise=", or write a static board with --export FOLDER")
     # numpy and starlette take a tenth of a second to import, which --help does not need.
     from moefold.board.app import make_app
     from moefold.board.run_list import RunList
@@ -97,15 +96,6 @@ def _check_local(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{name!r} must be a folder of this machine, not a URL; run.dir is one also if checkpoint.dir is remote"
             )
-
-
-def _check_packages() -> None:
-    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"the package {missing[0]} is not installed; {install_command('board')}, or write a static board with "
-            "--export FOLDER"
-        )
 
 
 def _parser() -> argparse.ArgumentParser:

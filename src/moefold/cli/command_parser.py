@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib.util
 import re
 import textwrap
 import time
@@ -13,9 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moefold.config.base.aliases import OPTION_OF, key_hint
-from moefold.errors import EXIT_USER_ERROR, ConfigError
-from moefold.host.rank_env import RankEnv
+from moefold.config.base.aliases import key_hint, our_names
+from moefold.errors import EXIT_USER_ERROR, ConfigError, install_command
+from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import printable
 
 OVERRIDES_HELP = "settings that override the recipe"
@@ -70,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
         takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
             plain = name.replace("-", "_")
-            option = OPTION_OF.get(plain.lower(), "")
+            option = our_names("options").get(plain.lower(), "")
             section, _, key = plain.partition(".")
             if any(option in action.option_strings for action in self._actions):
                 return f"moefold calls this {option}"
@@ -124,6 +125,12 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
     return Path(recipe), list(overrides)
 
 
+def check_packages(extra: str, *packages: str, otherwise: str = "") -> None:
+    """Raise ConfigError if a package that an extra brings along is not installed."""
+    if missing := [package for package in packages if importlib.util.find_spec(package.replace("-", "_")) is None]:
+        raise ConfigError(f"the package {missing[0]} is not installed; {install_command(extra)}{otherwise}")
+
+
 def add_part_option(parser: CommandParser) -> None:
     """Add the option of commands that read a run: files of parts from its training, imported while parsing."""
     text = "a part from a file with which the model was trained; the file is imported; may be repeated"
@@ -145,13 +152,14 @@ RANK0_REPORT_WAIT_S = 10.0
 
 
 @contextmanager
-def report_on_local_rank0(rank_env: RankEnv | None) -> Iterator[None]:
-    """Report a ConfigError of all ranks of a machine once, on local rank 0.
+def report_on_local_rank0() -> Iterator[RankEnv | None]:
+    """Give the rank of this process, and report a ConfigError of all ranks of a machine once, on local rank 0.
 
     The other ranks wait `RANK0_REPORT_WAIT_S` and exit, in case the launcher does not end them first.
     """
+    rank_env = read_rank_env()
     try:
-        yield
+        yield rank_env
     except ConfigError:
         if rank_env is None or rank_env.local_rank == 0:
             raise

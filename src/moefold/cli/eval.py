@@ -7,7 +7,6 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_inference_options, read_options
-from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import print_escaped
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
@@ -28,24 +27,20 @@ examples:
 def run(argv: list[str]) -> int:
     """Run `moefold eval` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
-        return _evaluate(arguments, rank_env)
+    with report_on_local_rank0() as rank_env:
+        from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
 
+        request = read_options(EvalRequest, arguments, options=read_options(EvalOptions, arguments))
+        is_first_rank = rank_env is None or rank_env.rank == 0
+        job = prepare_evaluation(
+            request, rank_env, lambda notice: print_escaped(notice, file=sys.stderr) if is_first_rank else None
+        )
+        # torch takes seconds to import: without a GPU, every error above is reported without it.
+        from moefold.inference.worker import eval_worker
+        from moefold.launch.ranks import run_ranks
 
-def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
-
-    request = read_options(EvalRequest, arguments, options=read_options(EvalOptions, arguments))
-    is_first_rank = rank_env is None or rank_env.rank == 0
-    job = prepare_evaluation(
-        request, rank_env, lambda notice: print_escaped(notice, file=sys.stderr) if is_first_rank else None
-    )
-    # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.inference.worker import eval_worker
-    from moefold.launch.ranks import run_ranks
-
-    return run_ranks(partial(eval_worker, job, arguments.json), job.cfg.parallel.world_size, job.device_type, rank_env)
+        main = partial(eval_worker, job, arguments.json)
+        return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
 def _parser() -> argparse.ArgumentParser:

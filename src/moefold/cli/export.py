@@ -11,7 +11,6 @@ from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.families.families import FAMILIES
 from moefold.convert.preflight import check_export, weights_path
 from moefold.errors import ConfigError
-from moefold.host.rank_env import read_rank_env
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
@@ -23,8 +22,7 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     shard_bytes = None if args.shard_size is None else _parse_size(args.shard_size)
     out = to_path(args.out)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         checkpoint = weights_path(args.checkpoint)
         check_export(checkpoint, out, rank_env)
         has_adapters = bool(read_meta(locate_checkpoint(checkpoint)).lora)

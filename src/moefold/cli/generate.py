@@ -8,7 +8,7 @@ from functools import partial
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import ConfigError
-from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.host.rank_env import RankEnv
 from moefold.message_text import closest_match
 
 EPILOG = """MODEL is a checkpoint (RUN_DIR/checkpoints/step-000100), a folder of checkpoints or a run folder, of which
@@ -32,31 +32,26 @@ _OVERRIDE = re.compile(r"([a-z]+)\.[a-z_.]+=\S+")
 def run(argv: list[str]) -> int:
     """Run `moefold generate` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
-        return _generate(arguments, rank_env)
+    with report_on_local_rank0() as rank_env:
+        from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
+        from moefold.inference.sampling import SamplingParams
 
+        prompts = tuple(word for word in arguments.words if not is_override(word))
+        request = GenerationRequest(
+            model=arguments.model,
+            read_prompts=lambda: prompts or (_read_prompt(rank_env),),
+            max_tokens=arguments.max_tokens,
+            sampling=read_options(SamplingParams, arguments),
+            overrides=tuple(word for word in arguments.words if is_override(word)),
+            options=read_options(GenerateOptions, arguments),
+        )
+        job = prepare_generation(request, rank_env)
+        # torch takes seconds to import: without a GPU, every error above is reported without it.
+        from moefold.inference.worker import generate_worker
+        from moefold.launch.ranks import run_ranks
 
-def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
-    from moefold.inference.sampling import SamplingParams
-
-    prompts = tuple(word for word in arguments.words if not is_override(word))
-    request = GenerationRequest(
-        model=arguments.model,
-        read_prompts=lambda: prompts or (_read_prompt(rank_env),),
-        max_tokens=arguments.max_tokens,
-        sampling=read_options(SamplingParams, arguments),
-        overrides=tuple(word for word in arguments.words if is_override(word)),
-        options=read_options(GenerateOptions, arguments),
-    )
-    job = prepare_generation(request, rank_env)
-    # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.inference.worker import generate_worker
-    from moefold.launch.ranks import run_ranks
-
-    main = partial(generate_worker, job, as_json=arguments.json, echoes=not arguments.no_echo)
-    return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
+        main = partial(generate_worker, job, as_json=arguments.json, echoes=not arguments.no_echo)
+        return run_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
 def is_override(word: str) -> bool:

@@ -5,11 +5,11 @@ import argparse
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option
-from moefold.convert.adapters.peft_config import check_adapters, is_peft_folder
+from moefold.convert.adapters.peft_config import check_adapters
 from moefold.convert.families.known_keys import KeyReport
 from moefold.convert.preflight import check_import, check_out, weights_path
+from moefold.data.input_paths import ADAPTER_CONFIG_FILE
 from moefold.errors import ConfigError
-from moefold.host.rank_env import read_rank_env
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
@@ -18,10 +18,9 @@ def run(argv: list[str]) -> int:
     """Run `moefold import` and return the exit status."""
     args = _parser().parse_args(argv)
     out = to_path(args.out)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         folder = weights_path(args.folder)
-        has_adapters = is_peft_folder(folder)
+        has_adapters = (folder / ADAPTER_CONFIG_FILE).is_file()
         if args.base is not None and not has_adapters and folder.is_dir():
             raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
         if has_adapters:

@@ -1,12 +1,11 @@
 """`moefold lm-eval`: run lm-eval tasks on a model, on the number of ranks that the model needs."""
 
-import importlib.util
 from functools import partial
 
 from moefold.checkpoint.integrity import check_file_sizes
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
-from moefold.errors import ConfigError, install_command
-from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
+from moefold.cli.command_parser import CommandParser, check_packages, report_on_local_rank0
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.notices import report_notices
 from moefold.terminal import print_escaped
 
@@ -41,8 +40,7 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print_escaped(_parser().format_help(), end="")
         return 0
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         return _run_tasks(argv, rank_env)
 
 
@@ -54,8 +52,7 @@ def _parser() -> CommandParser:
 def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     from moefold.inference.lm_eval_settings import LmSettings, applies_chat_template, model_arguments
 
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"the package lm-eval is not installed; {install_command('eval')}")
+    check_packages("eval", "lm-eval")
     if argv[0] in ("ls", "validate") or {"-h", "--help"} & set(argv):
         from moefold.inference.lm_eval_model import run_harness
 

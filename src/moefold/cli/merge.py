@@ -7,7 +7,6 @@ from moefold.cli.command_parser import CommandParser, add_part_option, report_on
 from moefold.cli.conversion_run import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import report_skipped_for
 from moefold.convert.preflight import check_merge
-from moefold.host.rank_env import read_rank_env
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 
@@ -16,8 +15,7 @@ def run(argv: list[str]) -> int:
     """Run `moefold merge` and return the exit status."""
     args = _parser().parse_args(argv)
     out = to_path(args.out)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         paths = [to_path(name) for name in args.checkpoints]
         weights = check_merge(paths, args.weights, out, rank_env)
     with conversion_job("merge") as (world, advance):

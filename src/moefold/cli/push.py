@@ -13,11 +13,11 @@ from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.convert.families.hf_config import is_hf_folder
 from moefold.convert.preflight import check_export, weights_path
+from moefold.data.input_paths import ADAPTER_CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.hub import check_hub_package, check_repo_name, files_to_push, push_folder
 from moefold.terminal import print_escaped
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 """Settings of a folder of PEFT."""
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
 from moefold.errors import ConfigError
-from moefold.host.rank_env import RankEnv, read_rank_env
 
 EPILOG = """MODEL is a checkpoint, a run folder or a Hugging Face folder. Prompts are JSON lines with a column "prompt",
 a text or a list of messages, and the columns that the reward reads; or the generated problems of a task. FILE.jsonl
@@ -25,25 +24,22 @@ examples:
 def run(argv: list[str]) -> int:
     """Run `moefold rollout` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
-        return _run(arguments, rank_env)
+    with report_on_local_rank0() as rank_env:
+        from moefold.inference.rollout_job import RolloutRequest, prepare_rollouts
+        from moefold.inference.sampling import SamplingParams
 
+        if wrong := [word for word in arguments.overrides if not word.startswith("parallel.")]:
+            raise ConfigError(
+                f"{wrong[0]!r} is not a setting of the mapping, such as parallel.tp=2; prompts are in a file"
+            )
+        sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
+        request = read_options(RolloutRequest, arguments, sampling=sampling)
+        job = prepare_rollouts(request, rank_env)
+        # torch takes seconds to import: without a GPU, every error above is reported without it.
+        from moefold.inference.rollout_worker import rollout_worker
+        from moefold.launch.ranks import run_ranks
 
-def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    from moefold.inference.rollout_job import RolloutRequest, prepare_rollouts
-    from moefold.inference.sampling import SamplingParams
-
-    if wrong := [word for word in arguments.overrides if not word.startswith("parallel.")]:
-        raise ConfigError(f"{wrong[0]!r} is not a setting of the mapping, such as parallel.tp=2; prompts are in a file")
-    sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
-    request = read_options(RolloutRequest, arguments, sampling=sampling)
-    job = prepare_rollouts(request, rank_env)
-    # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.inference.rollout_worker import rollout_worker
-    from moefold.launch.ranks import run_ranks
-
-    return run_ranks(partial(rollout_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+        return run_ranks(partial(rollout_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
 def _parser() -> argparse.ArgumentParser:

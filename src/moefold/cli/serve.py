@@ -1,17 +1,15 @@
 """`moefold serve`: an HTTP endpoint with the OpenAI API."""
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
 from dataclasses import replace
 from functools import partial
 
-from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, check_packages, report_on_local_rank0
 from moefold.cli.inference_options import add_generation_options, add_inference_options, read_options
-from moefold.errors import SIGNAL_STATUS, ConfigError, install_command
-from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.errors import SIGNAL_STATUS
 
 KEY_VARIABLE = "MOEFOLD_API_KEY"
 
@@ -29,33 +27,26 @@ examples:
 def run(argv: list[str]) -> int:
     """Run `moefold serve` and return the exit status."""
     arguments = _parser().parse_intermixed_args(argv)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
-        return _serve(arguments, rank_env)
+    with report_on_local_rank0() as rank_env:
+        check_packages("serve", "starlette", "uvicorn")
+        from moefold.inference.serve.job import ServeOptions, prepare_server
 
+        options = read_options(ServeOptions, arguments)
+        if not options.api_key:
+            # Other users of the machine see the arguments of a command, but not its environment.
+            options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))
+        job = prepare_server(arguments.model, arguments.overrides, options, rank_env)
+        # torch takes seconds to import: without a GPU, every error above is reported without it.
+        from moefold.inference.serve.app import serve_worker
+        from moefold.launch.exit import hard_exit
+        from moefold.launch.ranks import run_ranks
 
-def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
-    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(f"the package {missing[0]} is not installed; {install_command('serve')}")
-    from moefold.inference.serve.job import ServeOptions, prepare_server
-
-    options = read_options(ServeOptions, arguments)
-    if not options.api_key:
-        # Other users of the machine see the arguments of a command, but not its environment.
-        options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))
-    job = prepare_server(arguments.model, arguments.overrides, options, rank_env)
-    # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.inference.serve.app import serve_worker
-    from moefold.launch.exit import hard_exit
-    from moefold.launch.ranks import run_ranks
-
-    try:
-        return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
-    except KeyboardInterrupt:
-        # Everything is closed. The end of the interpreter would free torch's modules for seconds on a busy machine.
-        print("moefold: interrupted", file=sys.stderr)
-        hard_exit(SIGNAL_STATUS + signal.SIGINT)
+        try:
+            return run_ranks(partial(serve_worker, job), job.cfg.parallel.world_size, job.device_type, rank_env)
+        except KeyboardInterrupt:
+            # Everything is closed. The end of the interpreter would free torch's modules for seconds on a busy machine.
+            print("moefold: interrupted", file=sys.stderr)
+            hard_exit(SIGNAL_STATUS + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:

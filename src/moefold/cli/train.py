@@ -8,7 +8,7 @@ from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.errors import ConfigError
-from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.host.rank_env import RankEnv
 from moefold.recipe import load_recipe
 from moefold.terminal import MULTILINE_CHARS, print_escaped, printable
 from moefold.train.run_summary import next_commands
@@ -26,8 +26,7 @@ def run(argv: list[str]) -> int:
         return 0
     if args.recipe is None:
         raise ConfigError("a recipe or a setting is missing: moefold train [RECIPE.toml] [section.key=value ...]")
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         recipe = load_recipe(*recipe_and_overrides(args.recipe, args.overrides))
         if recipe.cfg.sites.starts_all:
             cfg = recipe.cfg
@@ -75,7 +74,7 @@ def _report_finished(setup: RunSetup) -> None:
 
 def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:
     """Start or join the ranks."""
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0():
         device_type = setup.choose_device(rank_env)
     setup.prepare_data(rank_env)
     # torch takes seconds to import: without a GPU, every error above is reported without it.

@@ -26,7 +26,6 @@ from moefold.convert.preflight import (
     weights_path,
 )
 from moefold.errors import ConfigError
-from moefold.host.rank_env import read_rank_env
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
@@ -37,8 +36,7 @@ def run(argv: list[str]) -> int:
     """Run `moefold upcycle` and return the exit status."""
     args = _parser().parse_intermixed_args(argv)
     out = to_path(args.out)
-    rank_env = read_rank_env()
-    with report_on_local_rank0(rank_env):
+    with report_on_local_rank0() as rank_env:
         dense = weights_path(args.dense)
         model, upcycle = upcycled_model(dense, args.overrides, args.granularity, args.ignore_key)
         check_out(out, rank_env)

@@ -32,7 +32,7 @@ from moefold.data.conversations.conversation_format import (
 from moefold.data.held_out import hold_out
 from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
 from moefold.data.scored_conversations import prompt_hash
-from moefold.data.sft import PackedMembers, conversation_location
+from moefold.data.sft import PackedMembers, conversation_location, find_overlong
 from moefold.data.sources.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
@@ -135,18 +135,13 @@ def pack_pairs(
         ConfigError: a pair is too long and data.overlong is "refuse", or no pair is left.
     """
     lengths = _pair_lengths(conversations)
-    is_long = lengths.sum(1) > seq_len + 1
-    if data.overlong == "refuse" and is_long.any():
-        number = int(np.argmax(is_long))
+
+    def location(number: int) -> str:
         # With labels, a row may become two pairs.
-        location = (
-            f"pair {number} of {Setting('data.path')}" if _is_labelled(align) else conversation_location(data, number)
-        )
-        raise ConfigError(
-            f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
-            f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
-            f'raise it to {int(lengths.sum(1).max()) - 1}, or set data.overlong="cut"'
-        )
+        is_labelled = _is_labelled(align)
+        return f"pair {number} of {Setting('data.path')}" if is_labelled else conversation_location(data, number)
+
+    is_long = find_overlong(data, lengths.sum(1), seq_len, "pair", location)
     cut = cut_lengths(lengths, seq_len + 1)
     num_targets = conversations.count_targets(cut.ravel()).reshape(-1, 2)
     pairs = np.flatnonzero(num_targets.all(1))

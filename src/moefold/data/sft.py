@@ -6,6 +6,7 @@ Packing depends on the sequence length. Every process computes the same packing 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -134,15 +135,9 @@ def pack_conversations(
         ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data
             is left.
     """
-    lengths = np.diff(conversations.starts)
-    is_long = lengths > seq_len + 1
-    if data.overlong == "refuse" and is_long.any():
-        number = int(np.argmax(is_long))
-        raise ConfigError(
-            f"{conversation_location(data, number)}: the conversation has {lengths[number]} tokens, and "
-            f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
-            f'raise it to {int(lengths.max()) - 1}, or set data.overlong="cut"'
-        )
+    is_long = find_overlong(
+        data, np.diff(conversations.starts), seq_len, "conversation", partial(conversation_location, data)
+    )
     members = np.flatnonzero(conversations.count_targets(seq_len + 1))
     if not len(members):
         raise ConfigError(
@@ -151,16 +146,30 @@ def pack_conversations(
         )
     num_skipped = len(conversations) - len(members)
     selected = ScaledMembers(members) if select is None else select(members)
-    training, validation = hold_out(selected.members, data.validation_fraction)
-    splits = (
-        PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
-        PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
+    training, validation = (
+        PackedConversations(conversations, split, seq_len=seq_len, pad_id=pad_id, scales=selected.scales)
+        for split in hold_out(selected.members, data.validation_fraction)
     )
     if reports:
         if selected.message:
             logger.warning("%s", selected.message)
-        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), splits[0])
-    return splits
+        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), training)
+    return training, validation
+
+
+def find_overlong(
+    data: DataConfig, lengths: NDArray[np.int64], seq_len: int, noun: str, location: Callable[[int], str]
+) -> NDArray[np.bool_]:
+    """Return which conversations or pairs have more than seq_len + 1 tokens; refuse them if `data.overlong` does."""
+    is_long: NDArray[np.bool_] = lengths > seq_len + 1
+    if data.overlong == "refuse" and is_long.any():
+        number = int(np.argmax(is_long))
+        raise ConfigError(
+            f"{location(number)}: the {noun} has {lengths[number]} tokens, and {int(is_long.sum())} of {len(lengths)} "
+            f"have more than the {seq_len + 1} of train.seq_len={seq_len}; raise it to {int(lengths.max()) - 1}, or "
+            'set data.overlong="cut"'
+        )
+    return is_long
 
 
 def conversation_location(data: DataConfig, number: int) -> str:

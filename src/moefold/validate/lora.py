@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moefold.config.base.aliases import MATRIX_OF
+from moefold.config.base.aliases import our_names
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
@@ -27,7 +27,7 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[Problem]:
         yield Problem("lora.targets", [], "adapts nothing", f"name {_listed(names)}, or set lora.rank=0")
     for target in lora.targets:
         if target not in names:
-            matrix = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
+            matrix = our_names("matrices").get(target.rpartition(".")[2].lower(), "")
             rule = "names no matrix of this model that can be adapted"
             way_out = f"{f'moefold calls it {matrix}; ' if matrix else ''}choose {_listed(names)}"
             yield Problem("lora.targets", target, rule, way_out)

@@ -3,11 +3,14 @@
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.base.aliases import ANSWER_OF, KEY_OF, MATRIX_OF, OPTION_OF, RELATED_KEY_OF, VALUE_OF, key_hint
+from moefold.config.base.aliases import key_hint, our_names, our_values
 from moefold.config.keys.paths import choices_of, key_types, kind_settings, sections
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 
+KEY_OF = our_names("keys")
+RELATED_KEY_OF = our_names("related")
+ANSWER_OF = our_names("answers")
 OUR_KEYS = {f"{section}.{key}" for section in sections() for key in key_types(section)} | kind_settings().keys()
 
 
@@ -19,11 +22,11 @@ def refused(*words: str) -> str:
 
 def test_the_table_names_keys_and_values_that_exist():
     assert {*KEY_OF.values(), *RELATED_KEY_OF.values()} <= OUR_KEYS
-    for (key, theirs), ours in VALUE_OF.items():
+    for key, value_of in our_values().items():
         section, _, name = key.partition(".")
         values = choices_of(section, name)
-        assert ours in values, key
-        assert theirs not in values, (key, theirs)
+        assert {*value_of.values()} <= {*values}, key
+        assert not value_of.keys() & {*values}, key
 
 
 def test_a_name_of_ours_has_no_other_meaning():
@@ -82,7 +85,7 @@ def test_a_matrix_of_others_is_answered_with_ours(target, ours):
 
     with pytest.raises(ConfigError, match=f"moefold calls it {ours}; choose "):
         check_config(load_config(None, settings))
-    assert "." not in MATRIX_OF[target]
+    assert "." not in our_names("matrices")[target]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_an_option_of_others_is_answered_with_ours(capsys, words, answer):
     err = capsys.readouterr().err
     assert f"; {answer}" in err
     assert err.count("\n") == 1
-    assert all(option.startswith("--") for option in OPTION_OF.values())
+    assert all(option.startswith("--") for option in our_names("options").values())
 
 
 TRAINING_ARGUMENTS = """

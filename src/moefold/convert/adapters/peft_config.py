@@ -14,6 +14,7 @@ from moefold.convert.families.known_keys import (
     classify_keys,
     declared_keys,
     join_reports,
+    neutral_keys,
 )
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.data.input_paths import ADAPTER_CONFIG_FILE
@@ -36,17 +37,6 @@ CONSTANT_KEYS: dict[str, Any] = {
 PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights, other than true and false, that set initial adapters and keep the base weights."""
 _READ_KEYS = ("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "rank_pattern", "alpha_pattern")
-_NEUTRAL_KEYS = (
-    *("task_type", "inference_mode", "target_modules", "target_parameters", "exclude_modules", "lora_dropout"),
-    *("peft_version", "revision", "auto_mapping", "layers_pattern", "eva_config", "megatron_core", "qalora_group_size"),
-    *("corda_config", "lora_ga_config", "loftq_config", "ensure_weight_tying", "runtime_config", "init_lora_weights"),
-)
-"""Keys that choose modules, which are in the names of the tensors, or settings of training and of initial weights."""
-
-
-def is_peft_folder(folder: Path) -> bool:
-    """Return whether a folder has adapters in PEFT's format."""
-    return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
 def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
@@ -67,7 +57,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
     _check_scale(path, keys)
-    table = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
+    table = KnownKeys(neutral_keys("adapter"), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
     reader = KeyReader(keys)
     reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:

@@ -17,7 +17,6 @@ from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED
 from moefold.convert.families.family import Family, MultimodalFolder
 from moefold.convert.families.key_spellings import spellings_of, with_all_spellings
 from moefold.convert.families.known_keys import (
-    QUANTIZATION_KEYS,
     KeyReader,
     KeyReport,
     classify_keys,
@@ -29,6 +28,7 @@ from moefold.convert.families.known_keys import (
     nested_reports,
     overlay,
     plain,
+    quantization_known_keys,
     tokenizer_known_keys,
 )
 from moefold.convert.families.layer_fields import joined_layers
@@ -189,8 +189,9 @@ def _classify_config_keys(
         reader.nested[QUANTIZATION_KEY] = KeyReader(quantization)
     top = text_keys if multimodal is None else multimodal_known_keys(multimodal.model_type)
     paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
-    key_sets = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
-    key_sets |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
+    quantization_keys = quantization_known_keys()
+    key_sets = {QUANTIZATION_KEY: quantization_keys} | dict.fromkeys(paths, top)
+    key_sets |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": quantization_keys} if paths else {}
     reports = [classify_keys(CONFIG_FILE, reader, top, ignored_keys)]
     reports += nested_reports(CONFIG_FILE, reader, key_sets, ignored_keys)
     report = join_reports(CONFIG_FILE, reports)
