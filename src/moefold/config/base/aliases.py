@@ -294,6 +294,7 @@ _OPTIONS = """
 --max-tokens: max_new_tokens max_length n_predict
 --json: output_json
 --tokenizer: tokenizer_path tokenizer_name
+--num-gpus: gpus n_gpus ngpus num_devices world_size
 --dtype: torch_dtype
 """
 
