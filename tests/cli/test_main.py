@@ -76,6 +76,22 @@ def test_an_unknown_option_is_one_message(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["plan", "mixtral-8x7b", "--gpu", "h100", "--gpus", "8"], "moefold calls this --num-gpus"),
+        (["layout", "tp=2", "--tensor-parallel-size", "8"], "moefold calls this parallel.tp"),
+        (["plan", "tiny", "--gpu", "h100", "--jsn"], "did you mean --json?"),
+        (["layout", "tp=2", "--frobnicate"], "`moefold layout --help` explains the arguments"),
+    ],
+)
+def test_an_unknown_option_of_a_command_names_the_right_one(capsys, words, hint):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.endswith(f"; {hint}\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["eval"], "one of the arguments --tokens --text is required"),

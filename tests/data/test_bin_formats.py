@@ -134,6 +134,8 @@ def test_an_index_whose_sequences_leave_a_gap_is_refused(tmp_path, field, docume
         content[start : start + number.nbytes] = number.tobytes()
         index.write_bytes(content)
         with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
+            _read(path)
+        with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
             open_document_ends(path, sum(LENGTHS))
 
 
@@ -142,8 +144,27 @@ def test_an_index_without_the_first_sequence_of_the_file_is_refused(tmp_path):
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2)
     body = np.array([20], "<i4").tobytes() + np.array([4 * 2401, 0, 1], "<i8").tobytes()
     path.with_suffix(".idx").write_bytes(head + body)
-    with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
-        open_document_ends(path, sum(LENGTHS))
+    for read in (_read, lambda path: open_document_ends(path, sum(LENGTHS))):
+        with pytest.raises(ConfigError, match=r"its sequences do not follow each other in the \.bin"):
+            read(path)
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_gaps_are_found_between_the_parts_of_an_index(tmp_path, monkeypatch, part):
+    monkeypatch.setattr("moefold.data.token_file._INDEX_PART", part)
+    path = _write_megatron(tmp_path, 4, "<i4")
+    assert np.array_equal(_read(path), np.concatenate(_sequences("<i4")))
+    content = bytearray(path.with_suffix(".idx").read_bytes())
+    for sequence in range(1, 6):
+        moved = bytearray(content)
+        # Two sequences in the other order: lengths and end of the file are the same.
+        for start, size in ((34, 4), (34 + 4 * 6, 8)):
+            a = slice(start + size * (sequence - 1), start + size * sequence)
+            b = slice(start + size * sequence, start + size * (sequence + 1))
+            moved[a], moved[b] = content[b], content[a]
+        path.with_suffix(".idx").write_bytes(moved)
+        with pytest.raises(ConfigError, match="do not follow each other|is the index of a file with"):
+            _read(path)
 
 
 @pytest.mark.parametrize(

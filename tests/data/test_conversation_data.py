@@ -2,6 +2,7 @@
 
 import pytest
 
+from moefold.data.conversations.conversation_cache import read_conversations
 from moefold.data.conversations.conversation_format import parse_conversation
 from moefold.data.sources.file_formats import JsonlRecord
 from moefold.errors import ConfigError
@@ -121,3 +122,20 @@ def test_rows_that_are_not_conversations(fields: dict, words: str):
 
 def test_an_empty_field_leaves_out_nothing():
     assert read({"prompt": "a", "response": "b", "history": [], "images": [], "image": None}).messages
+
+
+@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.5}, {"train": False}, {"trainable": False}])
+def test_a_weight_of_a_row_is_refused_unless_it_is_the_reward(field: dict):
+    """It was ignored: only messages have weights."""
+    (name,) = field
+    record = JsonlRecord("f.jsonl:7", {"prompt": "a", "response": "b"} | field, 0)
+    with pytest.raises(ConfigError, match=f'f.jsonl:7 has "{name}": .*, which is not read.*; put "weight": 0 into'):
+        list(read_conversations(iter([record])))
+    (conversation,) = read_conversations(iter([record]), name)
+    assert conversation.messages[1] == {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize("field", [{}, {"weight": 1.0}, {"weight": None}, {"weight": "5 kg"}, {"train": True}])
+def test_a_row_that_counts_as_one_is_read(field: dict):
+    record = JsonlRecord("f.jsonl:7", {"prompt": "a", "response": "b"} | field, 0)
+    assert len(list(read_conversations(iter([record])))) == 1

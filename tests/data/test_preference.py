@@ -104,6 +104,7 @@ def test_formats_of_a_labelled_completion():
             '"chosen" begins with the messages of "prompt" again',
         ),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["c"]}, "has 'images', which is not read"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": 2}, 'has "weight": 2, which is not read'),
     ],
 )
 def test_a_row_that_is_not_a_pair_is_refused_with_its_line(fields, message):
@@ -127,6 +128,7 @@ def test_a_column_given_twice_is_refused():
         ({"prompt": "p", "completion": "a", "label": 1}, '"label" is 1, and must be true (desirable) or false'),
         ({"completion": "a", "label": True}, "no column 'prompt'"),
         ({"prompt": "p", "completion": "a", "label": True, "image": "b"}, "has 'image', which is not read"),
+        ({"prompt": "p", "completion": "a", "label": True, "train": False}, 'has "train": False, which is not read'),
     ],
 )
 def test_a_row_without_a_label_is_refused_with_its_line(fields, message):

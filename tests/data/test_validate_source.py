@@ -39,6 +39,17 @@ def test_good_data_passes(text_folder: Path, tmp_path: Path, make_tokenizer_file
         ({"kind": "text", "path": "{folder}/lines/x.jsonl"}, r'x\.jsonl holds JSON lines, .* set data.kind="sft" for'),
         ({"kind": "text", "path": "{folder}/lines/y.txt"}, r"y\.txt holds JSON lines, .*`moefold tokenize .*y\.txt"),
         ({"kind": "text", "path": "{folder}/rows"}, "rows holds JSON lines"),
+        (
+            {"kind": "text", "path": "{folder}/saved"},
+            'saved is a data set that save_to_disk .*kind="huggingface" reads',
+        ),
+        (
+            {"kind": "text", "path": "{folder}/splits"},
+            'splits is a data set that save_to_disk .*"huggingface" reads it',
+        ),
+        ({"kind": "text", "path": "{folder}/mds"}, "mds/train holds shards of mosaicml-streaming, which are not read"),
+        ({"kind": "text", "path": "{folder}/mds/train"}, "mds/train holds shards of mosaicml-streaming"),
+        ({"kind": "huggingface", "path": "{folder}/mds"}, "mds/train holds shards of mosaicml-streaming"),
         ({"kind": "text", "path": "{folder}/empty"}, "is empty; name files with text"),
         (
             {"kind": "text", "path": "{folder}/a.txt", "seq_len": 100_000},
@@ -65,11 +76,37 @@ def test_bad_data_is_refused(text_folder: Path, settings: dict[str, object], mes
     for name in ("lines/x.jsonl", "lines/y.txt", "rows/x.jsonl", "rows/y.ndjson"):
         (text_folder / name).write_text('{"text": "one"}\n{"text": "two"}\n' * 20, encoding="utf-8")
     np.save(text_folder / "tokens" / "x.npy", np.zeros(40, dtype=np.int32))
+    _write_data_sets(text_folder)
     filled = {
         key: value.format(folder=text_folder) if isinstance(value, str) else value for key, value in settings.items()
     }
     with pytest.raises(ConfigError, match=message):
         check(**filled)  # type: ignore[arg-type]
+
+
+def _write_data_sets(folder: Path) -> None:
+    """Write the descriptions that `datasets` and mosaicml-streaming put next to their binary files."""
+    for name, text in {
+        "saved/data-00000-of-00001.arrow": "\0",
+        "saved/dataset_info.json": '{\n  "features": {}\n}',
+        "saved/state.json": '{\n  "_split": null\n}',
+        "splits/dataset_dict.json": '{"splits": ["train"]}',
+        "mds/train/index.json": '{"shards": [{"format": "mds"}], "version": 2}\n',
+        "mds/train/shard.00000.mds": "\0",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"shards": 3, "version": 2}', '{"shards": []}', "[1]", "{", "\0", '{"pages": []}'],
+    ids=["number", "version", "list", "broken", "binary", "other"],
+)
+def test_another_index_of_a_folder_of_text_stays_text(text_folder: Path, text: str):
+    for name in ("index.json", "state.json"):
+        (text_folder / name).write_text(text, encoding="utf-8")
+    check(kind="text", path=str(text_folder))
 
 
 def test_a_gigabyte_is_checked_at_once(tmp_path: Path):

@@ -67,18 +67,22 @@ class CommandParser(argparse.ArgumentParser):
         if not message.startswith("unrecognized arguments: "):
             return ""
         from moefold.config.keys.paths import key_types, sections
+        from moefold.message_text import closest_match
 
-        takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
+        takes_settings = any(str(action.metavar).endswith("key=value") for action in self._actions)
+        options = [option for action in self._actions for option in action.option_strings]
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
             plain = name.replace("-", "_")
             option = our_names("options").get(plain.lower(), "")
             section, _, key = plain.partition(".")
-            if any(option in action.option_strings for action in self._actions):
+            if option in options:
                 return f"moefold calls this {option}"
             if takes_settings and section in sections() and key in key_types(section):
                 return f"settings have no dashes: {section}.{key}=VALUE"
             if takes_settings and key_hint(name):
                 return key_hint(name)
+            if guess := closest_match(f"--{name}", options, cutoff=0.75):
+                return f"did you mean {guess}?"
         return ""
 
 

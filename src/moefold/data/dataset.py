@@ -304,8 +304,8 @@ class _DatasetBuilder:
         reader = preference_reader(align) if data.kind == "preference" else None
         if method.prompt_template:
             reader = conditioned_reader(method)
-        elif method.reward_column and data.skip_bad_rows:
-            reader = rewarded_reader(method.reward_column)
+        elif method.reward_column:
+            reader = rewarded_reader(method.reward_column, skips=data.skip_bad_rows)
         conversations = open_conversations(data, tokenizer, self._skipped, reader=reader, shows_progress=self.is_first)
         if data.kind == "preference":
             pairs, held_out_pairs = pack_pairs(data, align, conversations, **sizes, reports=self.is_first)

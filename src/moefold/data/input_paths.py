@@ -7,6 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, read_json
 from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
@@ -153,6 +154,34 @@ def check_no_duplicates(paths: tuple[Path, ...]) -> None:
             rule = f"reaches {path} twice"
             raise ConfigError(Problem("data.path", None, rule, "name every file once, alone or by its folder"))
         seen_paths.add(path)
+
+
+def refuse_streaming_shards(key: str, root: Path) -> None:
+    """Raise ConfigError for a folder of mosaicml-streaming: its index.json would count as text, its shards as binary.
+
+    The index may also be in a folder of a split, right below.
+    """
+    folders = [root, *sorted(path for path in root.iterdir() if path.is_dir())] if root.is_dir() else []
+    for folder in folders:
+        try:
+            index = read_json(folder / "index.json", MAX_DESCRIPTION_BYTES)
+        except (OSError, ValueError):
+            continue
+        if isinstance(index, dict) and isinstance(index.get("shards"), list) and "version" in index:
+            raise ConfigError(
+                f"{key}: {folder} holds shards of mosaicml-streaming, which are not read; write their rows to parquet "
+                "or to JSON lines"
+            )
+
+
+def refuse_saved_data_set(key: str, root: Path) -> None:
+    """Raise ConfigError for a data set of `datasets`: only the files that describe it are text."""
+    has_state = all((root / name).is_file() for name in ("state.json", "dataset_info.json"))
+    if has_state or (root / "dataset_dict.json").is_file():
+        raise ConfigError(
+            f'{key}: {root} is a data set that save_to_disk of the package datasets wrote; data.kind="huggingface" '
+            "reads it"
+        )
 
 
 def _raise_unreadable(error: OSError) -> None:

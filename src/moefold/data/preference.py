@@ -26,6 +26,7 @@ from moefold.data.conversations.conversation_format import (
     parse_messages,
     parse_tools,
     refuse_repeated_prompt,
+    refuse_row_weight,
     refuse_unread,
     with_system,
 )
@@ -253,6 +254,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     if are_messages != isinstance(fields["rejected"], list):
         raise ConfigError(f'{place}: one of "chosen" and "rejected" is a text, and the other a list; make them alike')
     refuse_unread(fields, place)
+    refuse_row_weight(fields, place)
     if "prompt" not in fields or (are_messages and isinstance(fields["prompt"], str)):
         prompt, chosen, rejected = _split_common_prompt(record)
     else:
@@ -327,6 +329,7 @@ def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]
     if not isinstance(label, bool):
         raise ConfigError(f'{record.location}: "label" is {label!r}, and must be true (desirable) or false; fix it')
     refuse_unread(fields, record.location)
+    refuse_row_weight(fields, record.location)
     prompt, completion = _parse_answered(record, "completion")
     return [(_with_system(prompt, record), completion, label)]
 

@@ -7,8 +7,14 @@ from typing import Any
 
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
-from moefold.data.conversations.conversation_format import parse_messages
-from moefold.data.conversations.conversation_tokens import SkippedRows
+from moefold.data.conversations.conversation_format import (
+    MEDIA_FIELDS,
+    parse_messages,
+    parse_tools,
+    refuse_unread,
+    with_system,
+)
+from moefold.data.conversations.conversation_tokens import SkippedRows, is_each_tool_written
 from moefold.data.conversations.reward_prompt import RewardPrompt
 from moefold.data.index_shuffle import EpochOrder
 from moefold.data.source_listing import conversation_files
@@ -190,8 +196,14 @@ class _PromptReader:
         if self._template is None:
             self._template = load_chat_template(self._data, self._tokenizer)
             self._template.reward_prompt = self._reward_prompt
-        self._template.check_roles(ChatRequest(source, None, record.location))
-        text = self._template.render_prompt(source, record.location, add_generation_prompt=True)
+        tools = parse_tools(record)
+        self._template.check_roles(ChatRequest(source, tools, record.location))
+        text = self._template.render_prompt(source, record.location, add_generation_prompt=True, tools=tools)
+        if not is_each_tool_written(tools or (), text, self._template.source_for(tools)):
+            raise ConfigError(
+                f"{record.location} has tools, which the chat template of {self._template.location} does not write; "
+                f"set a template that does ({Setting('data.chat_template')}), or remove them"
+            )
         return _make_prompt(record, source, text, self._tokenizer)
 
 
@@ -209,10 +221,12 @@ def _check_alike(prompt: Prompt, first: Prompt) -> None:
 
 
 def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
-    """Return the text or the messages of a row's prompt; raise ConfigError if it has another type."""
+    """Return the text or the messages of a row's prompt; raise ConfigError if it has another type or unread parts."""
     source = record.fields.get(PROMPT_COLUMN)
+    refuse_unread(record.fields, record.location, MEDIA_FIELDS)
     if isinstance(source, list):
-        return list(parse_messages(source, f"{record.location}: the prompt").messages)
+        conversation = parse_messages(source, f"{record.location}: the prompt")
+        return list(with_system(conversation, record.fields, record.location).messages)
     return column_text(record.fields, PROMPT_COLUMN, record.location)
 
 

@@ -117,7 +117,7 @@ def open_rewards(
         template = load_chat_template(data, tokenizer)
         # Skipped rows are reported when they are tokenised for training.
         job = Tokenization(tokenizer, template, RowReport(template.location, skips=True))
-        records = usable_records(files, rewarded_reader(column), job)
+        records = usable_records(files, rewarded_reader(column, skips=True), job)
         identity += [TOKENS_VERSION, tokenizer.identity, template.identity]
     key = entry_key(identity)
 
@@ -132,15 +132,17 @@ def open_rewards(
     return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], column)
 
 
-def rewarded_reader(column: str) -> ConversationReader:
-    """Return the reader of conversations that refuses rows without a reward."""
+def rewarded_reader(column: str, *, skips: bool) -> ConversationReader:
+    """Return the reader of conversations with rewards; if bad rows are skipped, it refuses rows without a reward."""
+    if not skips:
+        return ConversationReader(("sft",), partial(read_conversations, reward_column=column))
     return ConversationReader(("sft rewarded", column), partial(_rewarded, column=column))
 
 
 def _rewarded(records: Iterator[JsonlRecord], column: str) -> Iterator[ConversationToRender]:
     for record in records:
         reward_of(record, column)
-        yield from read_conversations(iter([record]))
+        yield from read_conversations(iter([record]), column)
 
 
 def conditioned_reader(method: AlignmentPart) -> ConversationReader:

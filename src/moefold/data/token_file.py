@@ -29,6 +29,8 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the dtype, number of sequences, number of documents + 1."""
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_INDEX_PART = 2**20
+"""Sequences of an index that are read at a time."""
 _LLM_C_HEADER = struct.Struct("<3i")
 """Magic, version, number of ids. The header is 256 int32 long."""
 _LLM_C_HEADER_BYTES = 1024
@@ -55,24 +57,36 @@ class MegatronIndex:
         """Return the positions after the last tokens of the documents start .. stop-1.
 
         Raises:
-            ValueError: the documents are not all sequences, or a sequence does not begin where the one before it ends.
+            ValueError: the documents are not all sequences.
         """
-        offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
-        lengths = self._open(_MEGATRON_HEADER.size, self.num_sequences, "<i4")
-        offsets = self._open(offset, self.num_sequences)
-        documents = self._open(offset + 8 * self.num_sequences, self.num_documents + 1)
+        documents = self._open(self._offsets_start + 8 * self.num_sequences, self.num_documents + 1)
         # Document m ends where the first sequence of document m + 1 begins, the last one at the end of the file.
         firsts = documents.read(start, stop + 1).astype(np.int64)
         if (start == 0 and firsts[0]) or not ((firsts >= 0) & (firsts <= self.num_sequences)).all():
             raise ValueError(f"its documents are not the sequences 0 to {self.num_sequences}")
         first = int(firsts.min())
-        last = min(int(firsts.max()), self.num_sequences - 1)
-        bounds = offsets.read(first, last + 1).astype(np.int64)
-        sizes = lengths.read(first, max(first, last)).astype(np.int64) * self.dtype.itemsize
-        if (first == 0 and bounds[:1].any()) or (bounds[:-1] + sizes != bounds[1:]).any():
-            raise ValueError("its sequences do not follow each other in the .bin")
+        offsets = self._open(self._offsets_start, self.num_sequences)
+        bounds = offsets.read(first, min(int(firsts.max()) + 1, self.num_sequences)).astype(np.int64)
         starts = np.append(bounds // self.dtype.itemsize, self.num_tokens)
         return starts[firsts[1:] - first]
+
+    def has_gaps(self) -> bool:
+        """Return whether a sequence does not begin where the one before it ends; reads lengths and offsets in parts."""
+        lengths = self._open(_MEGATRON_HEADER.size, self.num_sequences, "<i4")
+        offsets = self._open(self._offsets_start, self.num_sequences)
+        end = 0
+        for first in range(0, self.num_sequences, _INDEX_PART):
+            stop = min(first + _INDEX_PART, self.num_sequences)
+            begins = offsets.read(first, stop).astype(np.int64)
+            ends = begins + lengths.read(first, stop).astype(np.int64) * self.dtype.itemsize
+            if begins[0] != end or (begins[1:] != ends[:-1]).any() or (ends < begins).any():
+                return True
+            end = int(ends[-1])
+        return False
+
+    @property
+    def _offsets_start(self) -> int:
+        return _MEGATRON_HEADER.size + 4 * self.num_sequences
 
     def _open(self, offset_bytes: int, count: int, dtype: str = "<i8") -> ShardReader:
         return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype(dtype), count))
@@ -123,10 +137,10 @@ def _check_width(path: Path, dtype: np.dtype[np.generic]) -> None:
 
 
 def read_megatron_index(path: Path) -> MegatronIndex | None:
-    """Read the head of the .idx next to a .bin file; None if there is no such file.
+    """Read the .idx next to a .bin file; None if there is no such file.
 
     Raises:
-        ConfigError: the file is not an index of Megatron, or belongs to another file.
+        ConfigError: the file is not an index of Megatron, belongs to another file, or leaves out ids of the .bin.
     """
     index = path.with_suffix(MEGATRON_SUFFIX)
     if path.suffix != ".bin" or not index.is_file():
@@ -158,6 +172,11 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
     if end_bytes != size_bytes:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, and {index.name} is the index of a file with {end_bytes}; copy both again"
+        )
+    if megatron.has_gaps():
+        raise ConfigError(
+            f"{index} cannot be read with {path.name} as one stream of ids: its sequences do not follow each other in "
+            "the .bin; write the data again, or move the index away to read all ids of the .bin as data.token_dtype"
         )
     return megatron
 

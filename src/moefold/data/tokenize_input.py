@@ -8,7 +8,15 @@ from typing import Any, Literal, cast
 
 from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, check_regular_file, open_regular
 from moefold.data.conversations.conversation_tokens import SkippedRows
-from moefold.data.input_paths import COMPRESSION_SUFFIXES, check_no_duplicates, existing_path, files_below, is_jsonl
+from moefold.data.input_paths import (
+    COMPRESSION_SUFFIXES,
+    check_no_duplicates,
+    existing_path,
+    files_below,
+    is_jsonl,
+    refuse_saved_data_set,
+    refuse_streaming_shards,
+)
 from moefold.data.sources.file_formats import (
     JsonlRecord,
     column_text,
@@ -68,6 +76,8 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
+        refuse_saved_data_set("INPUT", root)
+        refuse_streaming_shards("INPUT", root)
         try:
             if not root.is_dir():
                 check_regular_file(root)

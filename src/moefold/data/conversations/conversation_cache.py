@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moefold.cache_dir import entry_key
 from moefold.config.sections.data import DataConfig
 from moefold.data.conversations.chat import ChatRequest, ChatTemplate, Message, load_chat_template
-from moefold.data.conversations.conversation_format import parse_conversation
+from moefold.data.conversations.conversation_format import parse_conversation, refuse_row_weight
 from moefold.data.conversations.conversation_tokens import (
     RowReport,
     SkippedRows,
@@ -182,9 +182,10 @@ def open_conversations(
     return TokenizedConversations(flagged, np.concatenate([*starts, [len(flagged)]]).astype(np.int64))
 
 
-def read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
-    """Yield each record as one conversation."""
+def read_conversations(records: Iterator[JsonlRecord], reward_column: str = "") -> Iterator[ConversationToRender]:
+    """Yield each record as one conversation; raise ConfigError if one has a weight that is not its reward."""
     for record in records:
+        refuse_row_weight(record.fields, record.location, reward_column)
         parsed = parse_conversation(record)
         yield ConversationToRender(parsed.messages, parsed.tools, record.location, record.size_bytes, parsed.untrained)
 

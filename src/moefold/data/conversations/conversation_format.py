@@ -37,8 +37,11 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 """Test for null content in a template."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
-_UNREAD_FIELDS = ("image", "images", "video", "videos", "audio", "audios", "functions")
-"""Fields of a row that the text of the messages refers to, and that no template gets."""
+MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields of a row that the text of its messages refers to, and that no template gets."""
+_UNREAD_FIELDS = (*MEDIA_FIELDS, "functions")
+_ROW_WEIGHTS = ("weight", "train", "trainable")
+"""Names of weights that are read in messages only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,17 @@ def refuse_unread(fields: dict[str, Any], location: str, names: Sequence[str] = 
             f"{location} has {name!r}, which is not read, so that a part of the conversation would be missing; "
             "write it into the messages or tools, or remove it"
         )
+
+
+def refuse_row_weight(fields: dict[str, Any], location: str, reward_column: str = "") -> None:
+    """Raise ConfigError if a row has a weight other than 1, or is not to be trained: only messages have weights."""
+    for name in _ROW_WEIGHTS:
+        value = fields.get(name)
+        if isinstance(value, bool | int | float) and value != 1 and name != reward_column:
+            raise ConfigError(
+                f'{location} has "{name}": {value!r}, which is not read, so that the row would count like any other; '
+                'put "weight": 0 into the answers that are not trained, or remove the row or the field'
+            )
 
 
 def refuse_repeated_prompt(

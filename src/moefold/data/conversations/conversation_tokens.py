@@ -185,7 +185,7 @@ def _checked(
 def _unwritten(req: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
     missing = []
-    if req.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in req.tools)):
+    if not is_each_tool_written(req.tools or (), chat.text, source):
         missing.append(TOOLS)
     answers = [i for i, message in enumerate(req.messages) if message["role"] == "assistant"]
     targets = answers if req.targets is None else list(req.targets)
@@ -195,6 +195,11 @@ def _unwritten(req: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
         missing.append(REASONING)
     return missing
+
+
+def is_each_tool_written(tools: Sequence[object], text: str, source: str) -> bool:
+    """Return whether a template of this source has written the name of each tool into a text."""
+    return not tools or ("tools" in source and all(_is_written(_tool_name(tool), text) for tool in tools))
 
 
 def _tool_name(tool: object) -> str:
