@@ -143,6 +143,12 @@ class AttentionPlan:
         return pairs_before(self.stops_K - starts, self.window) - pairs_before(self.firsts_K - starts, self.window)
 
     @cached_property
+    def tasks_by_document(self) -> tuple[Integers, Integers]:
+        """Indices of the tasks sorted by document, and the documents in that order."""
+        order = np.argsort(self.documents_K, kind="stable")
+        return order, self.documents_K[order]
+
+    @cached_property
     def pairs_of_ranks(self) -> Integers:
         """Visible pairs that each rank computes, int64 [dp * cp]."""
         return sum_by(self.compute_ranks_K, self.pairs, self.placement.shape.num_ranks)
@@ -434,17 +440,11 @@ class _Balancer:
     def _compute_ranks(self, document: int) -> list[int]:
         """Return the ranks that compute rows of a document. They hold or receive keys of it."""
         if document not in self._ranks_of_document:
-            order, documents = self._tasks_by_document
+            order, documents = self._plan.tasks_by_document
             first, stop = np.searchsorted(documents, (document, document + 1))
             compute_ranks = self._plan.compute_ranks_K[order[first:stop]]
             self._ranks_of_document[document] = list(dict.fromkeys(compute_ranks.tolist()))
         return self._ranks_of_document[document]
-
-    @cached_property
-    def _tasks_by_document(self) -> tuple[Integers, Integers]:
-        """Indices of the tasks sorted by document, and the documents in that order."""
-        order = np.argsort(self._plan.documents_K, kind="stable")
-        return order, self._plan.documents_K[order]
 
     def _lightest(self, heap: int) -> int | None:
         entries = self._heaps.get(heap, [])

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.config.base.part import make_part
 from moefold.planner.cost_model.attention_load import AttentionPeers
-from moefold.planner.lengths.balance import DocumentLoads, plan_loads
+from moefold.planner.lengths.balance import DocumentLoads, place_sets, plan_loads
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution
 from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples
 from moefold.topology.token_placement import MicroBatchSetShape
@@ -24,11 +24,13 @@ def loads_of(name: str, seq_len: int = 131072) -> DocumentLoads:
 def test_the_pairs_of_a_round_by_hand():
     # Two samples on two dp ranks with two cp ranks each: of the chunks of 2 tokens, a rank has 0 and 3, or 1 and 2.
     shape = MicroBatchSetShape(dp=2, cp=2, seq_len=8)
-    found = plan_loads([[(8,), (3, 5)]], shape, 0, make_part("context", "ring"))
+    ring = make_part("context", "ring")
+    placement = place_sets([[(8,), (3, 5)]], shape, ring.plan)
+    found = plan_loads(placement, shape, 0, ring)
     # One document: 1+2+7+8 and 3+4+5+6 pairs. Documents of 3 and 5 tokens: 1+2+4+5, and 3+1+2+3.
     assert found.pairs.tolist() == [[18.0, 18.0, 12.0, 9.0]]
     assert found.max_over_mean == pytest.approx(18 / (57 / 4))
-    windowed = plan_loads([[(8,), (3, 5)]], shape, 2, make_part("context", "ring"))
+    windowed = plan_loads(placement, shape, 2, ring)
     assert windowed.pairs.tolist() == [[7.0, 8.0, 7.0, 7.0]]
 
 
@@ -152,3 +154,37 @@ def test_equal_documents_need_no_moves():
     found = DocumentLoads(lengths, 1024, replace(LAST, placement="documents")).sets(2, 2, 1)
     assert found.max_over_mean == 1
     assert found.moved_queries == 0
+
+
+@pytest.mark.parametrize("hosts", ["home", "balanced"])
+@pytest.mark.parametrize("placement", ["samples", "documents", "balanced"])
+@pytest.mark.parametrize("pool", [0, 2])
+def test_sets_planned_together_have_the_loads_of_each_set_alone(placement, hosts, pool):
+    shape = MicroBatchSetShape(dp=4, cp=2, micro_batch_size=2, seq_len=1024)
+    strategy = replace(PLANNED, placement=placement, hosts=hosts, pool=pool, block=16)
+    samples = StreamedSamples(load_distribution("wlb")).draw(1024, 24, seed=1)
+    sets = [samples[first : first + 8] for first in (0, 8, 16)]
+    together = plan_loads(place_sets(sets, shape, strategy.plan), shape, 100, strategy, 4)
+    alone = [plan_loads(place_sets([own], shape, strategy.plan), shape, 100, strategy, 4) for own in sets]
+    np.testing.assert_array_equal(together.pairs, np.concatenate([one.pairs for one in alone]))
+    for name, rows in together.exchanged.items():
+        np.testing.assert_array_equal(rows, np.concatenate([one.exchanged[name] for one in alone]))
+    assert len({row.tobytes() for row in together.pairs}) == 3
+
+
+@pytest.mark.parametrize(("cp", "hosts"), [(1, "home"), (1, "balanced"), (4, "home"), (4, "balanced")])
+@pytest.mark.parametrize("placement", ["documents", "balanced"])
+def test_loads_of_another_shape_stand_in_only_for_equal_plans(placement, cp, hosts):
+    strategy = replace(PLANNED, placement=placement, hosts=hosts)
+    loads = replace(loads_of("wlb", 2048), strategy=strategy)
+    # The balanced placement of the first shape stands in for the second: equally many ranks and samples.
+    loads.sets(2, 4, 2, 0, 4)
+    shape = MicroBatchSetShape(dp=8 // cp, cp=cp, micro_batch_size=cp, seq_len=2048)
+    samples = loads.samples.draw(2048, 32 * 8, loads.seed)
+    sets = [samples[first : first + 8] for first in range(0, len(samples), 8)]
+    exact = plan_loads(place_sets(sets, shape, strategy.plan), shape, 0, strategy, 4)
+    found = loads.sets(cp, 8 // cp, cp, 0, 4)
+    np.testing.assert_array_equal(found.pairs, exact.pairs)
+    assert found.kernel_rows == exact.kernel_rows
+    for name, rows in found.exchanged.items():
+        np.testing.assert_array_equal(rows, exact.exchanged[name])

@@ -3,20 +3,20 @@
 Micro-batch sets are drawn once, with a fixed seed, and all mappings and placements are priced with the same documents.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from math import lcm
+from itertools import chain, pairwise
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import BALANCED, ContextPart, MicroBatchSetPlan
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
-from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
+from moefold.topology.attention_plan import Transfers, pairs_before, plan_attention
 from moefold.topology.token_placement import Integers, MicroBatchSetShape, Placement, place_tokens
 
 MAX_SETS = 32
@@ -75,6 +75,7 @@ class DocumentLoads:
     """Micro-batch sets planned so far, by shape, window, ranks of a node and strategy."""
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
+    _balanced: dict[MicroBatchSetShape, Placement] = field(default_factory=dict, repr=False, compare=False)
 
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
@@ -158,17 +159,29 @@ class DocumentLoads:
     def _loads_of(
         self, shape: MicroBatchSetShape, window: int, ranks_per_node: int, strategy: ContextPart
     ) -> MicroBatchSetLoads:
+        shape, strategy = _merged(shape, strategy)
         key = shape, window, ranks_per_node, strategy
         if key not in self.known_sets:
-            size = shape.num_samples
-            samples = self._first_samples(num_planned_sets(shape.num_ranks) * size)
-            sets = [samples[first : first + size] for first in range(0, len(samples), size)]
             self.known_sets[key] = (
-                _head_loads(sets, shape, window)
+                _head_loads(self._sets(shape), shape, window)
                 if strategy.shards_heads
-                else plan_loads(sets, shape, window, strategy, ranks_per_node)
+                else plan_loads(self._placement(shape, strategy.plan), shape, window, strategy, ranks_per_node)
             )
         return self.known_sets[key]
+
+    def _sets(self, shape: MicroBatchSetShape) -> list[list[SampleLengths]]:
+        """Return the samples of the micro-batch sets that are planned for a shape."""
+        size = shape.num_samples
+        samples = self._first_samples(num_planned_sets(shape.num_ranks) * size)
+        return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+    def _placement(self, shape: MicroBatchSetShape, plan: MicroBatchSetPlan) -> Placement:
+        """Return the placement of the sets of a shape; "balanced", which takes longest, is kept."""
+        if plan.placement != BALANCED:
+            return place_sets(self._sets(shape), shape, plan)
+        if shape not in self._balanced:
+            self._balanced[shape] = place_sets(self._sets(shape), shape, plan)
+        return self._balanced[shape]
 
     def _first_samples(self, count: int) -> list[SampleLengths]:
         """Return the first samples of the seed. A longer draw begins with the samples of a shorter one."""
@@ -200,28 +213,46 @@ def _busiest(pairs: Floats, group: int, num_sets: int) -> float:
     return float(np.mean(steps))
 
 
+def _merged(shape: MicroBatchSetShape, strategy: ContextPart) -> tuple[MicroBatchSetShape, ContextPart]:
+    """Return the shape and the strategy that stand for all those with the same plan."""
+    if strategy.plan.placement == BALANCED:
+        # It reads only the numbers of ranks and of samples.
+        dp = gcd(shape.num_ranks, shape.num_samples)
+        cp, mbs = shape.num_ranks // dp, shape.num_samples // dp
+        return replace(shape, dp=dp, cp=cp, micro_batch_size=mbs), strategy
+    if strategy.plan.moves_tokens and shape.cp == 1:
+        # Whole samples stay on their ranks.
+        samples: dict[str, Any] = {"placement": "samples"}
+        return shape, replace(strategy, **samples)
+    return shape, strategy
+
+
 def plan_loads(
-    sets: Sequence[Sequence[SampleLengths]],
-    shape: MicroBatchSetShape,
-    window: int,
-    strategy: ContextPart,
-    ranks_per_node: int = 0,
+    placement: Placement, shape: MicroBatchSetShape, window: int, strategy: ContextPart, ranks_per_node: int = 0
 ) -> MicroBatchSetLoads:
-    """Plan the attention of some micro-batch sets, as the runtime does."""
+    """Plan the attention of micro-batch sets of a shape, placed by `place_sets`, as the runtime does."""
     ranks = shape.num_ranks
-    nodes = np.arange(ranks) // (ranks_per_node or ranks)
-    plan = _side_by_side([plan_of(samples, shape, window, strategy, nodes.tolist()) for samples in sets])
+    num_sets = placement.shape.num_ranks // ranks
+    nodes = np.tile(np.arange(ranks) // (ranks_per_node or ranks), num_sets)
+    own = strategy.plan
+    plan = plan_attention(
+        placement,
+        window=window,
+        tolerance=own.tolerance if own.balances_compute_ranks else None,
+        block=own.block,
+        pool=own.pool or ranks,
+        nodes=nodes.tolist(),
+    )
     exchanged: dict[str, Transfers] = {}
     if strategy.is_planned:
         exchange = plan.exchange()
         exchanged = {"keys": exchange.keys, "queries": exchange.queries}
-        all_nodes = np.tile(nodes, len(sets))
-        exchanged |= {f"remote_{name}": _between_nodes(x, all_nodes) for name, x in exchanged.items()}
+        exchanged |= {f"remote_{name}": _between_nodes(x, nodes) for name, x in exchanged.items()}
     pairs = plan.pairs.astype(float)
-    tokens = shape.num_tokens * len(sets)
+    tokens = placement.shape.num_tokens
     num_rows = {name: x.num_rows / tokens for name, x in exchanged.items()}
     most_rows = {
-        name: np.maximum(x.sent(len(sets) * ranks), x.received(len(sets) * ranks)) for name, x in exchanged.items()
+        name: np.maximum(x.sent(num_sets * ranks), x.received(num_sets * ranks)) for name, x in exchanged.items()
     }
     return MicroBatchSetLoads(
         pairs=plan.pairs_of_ranks.reshape(-1, ranks).astype(float),
@@ -232,58 +263,34 @@ def plan_loads(
     )
 
 
-def _side_by_side(plans: Sequence[AttentionPlan]) -> AttentionPlan:
-    """Join the plans of micro-batch sets of a shape into one plan: each set has its own ranks and tokens."""
-    placements = [plan.placement for plan in plans]
-    shape = placements[0].shape
-    num_tokens = shape.num_tokens
-    num_documents = np.cumsum([0, *(len(placement.bounds_N) - 1 for placement in placements)])
-
-    def shifted(columns: Iterable[Integers], shift: Integers) -> Integers:
-        return np.concatenate([column + by for column, by in zip(columns, shift, strict=True)])
-
-    tokens = np.arange(len(plans)) * num_tokens
-    ranks = np.arange(len(plans)) * shape.num_ranks
-    bounds_N = shifted((placement.bounds_N[:-1] for placement in placements), tokens)
-    return AttentionPlan(
-        Placement(
-            replace(shape, dp=shape.dp * len(plans)),
-            bounds_N=np.append(bounds_N, len(plans) * num_tokens),
-            ranks_M=shifted((placement.ranks_M for placement in placements), ranks),
-            firsts_M=shifted((placement.firsts_M for placement in placements), tokens),
-            lengths_M=np.concatenate([placement.lengths_M for placement in placements]),
-        ),
-        window=plans[0].window,
-        documents_K=shifted((plan.documents_K for plan in plans), num_documents[:-1]),
-        firsts_K=shifted((plan.firsts_K for plan in plans), tokens),
-        stops_K=shifted((plan.stops_K for plan in plans), tokens),
-        compute_ranks_K=shifted((plan.compute_ranks_K for plan in plans), ranks),
-    )
-
-
 def _between_nodes(transfers: Transfers, nodes: Integers) -> Transfers:
     """Return the transfers between ranks of different nodes."""
     leaves = nodes[transfers.sources_X] != nodes[transfers.destinations_X]
     return Transfers(*(column[leaves] for column in transfers))
 
 
-def plan_of(
-    samples: Sequence[SampleLengths],
-    shape: MicroBatchSetShape,
-    window: int,
-    strategy: ContextPart,
-    nodes: Sequence[int] | None = None,
-) -> AttentionPlan:
-    """Plan the attention of one micro-batch set; `nodes` has the node of each rank."""
-    lengths = np.fromiter(chain.from_iterable(samples), np.int64)
+def place_sets(
+    sets: Sequence[Sequence[SampleLengths]], shape: MicroBatchSetShape, plan: MicroBatchSetPlan
+) -> Placement:
+    """Place the tokens of micro-batch sets side by side: each set has its own ranks and tokens."""
+    joint = replace(shape, dp=shape.dp * len(sets))
+    lengths = np.fromiter(chain.from_iterable(chain.from_iterable(sets)), np.int64)
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
-    assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
-    plan = strategy.plan
-    placement: Placement = place_tokens(plan.placement, shape, bounds_N, plan.block)
-    if not plan.balances_compute_ranks:
-        return plan_attention(placement, window=window)
-    return plan_attention(
-        placement, window=window, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes
+    assert bounds_N[-1] == joint.num_tokens, (bounds_N[-1], joint)
+    if plan.placement != BALANCED:
+        # No token leaves the dp rank of its sample, so that sets do not mix.
+        return place_tokens(plan.placement, joint, bounds_N, plan.block)
+    cuts = np.searchsorted(bounds_N, np.arange(len(sets) + 1) * shape.num_tokens)
+    placed = [
+        place_tokens(plan.placement, shape, bounds_N[first : stop + 1] - bounds_N[first], plan.block)
+        for first, stop in pairwise(cuts.tolist())
+    ]
+    return Placement(
+        joint,
+        bounds_N,
+        ranks_M=np.concatenate([one.ranks_M + i * shape.num_ranks for i, one in enumerate(placed)]),
+        firsts_M=np.concatenate([one.firsts_M + i * shape.num_tokens for i, one in enumerate(placed)]),
+        lengths_M=np.concatenate([one.lengths_M for one in placed]),
     )
 
 
