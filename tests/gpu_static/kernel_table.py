@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,26 +54,38 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"parallel": EP8},
     {"parallel": EP8, "train": FP8},
 )
+COVERING_CASES: tuple[dict[str, Any], ...] = (
+    {"preset": "deepseek-v3", "tokens": 4096},
+    {"preset": "gpt-oss-20b", "tokens": 4096},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": PADDED, "parallel": EP8, "train": FP8},
+    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"dispatch_precision": "fp8-blockwise"}, "parallel": EP8},
+)
+"""Cases that together launch each kernel with each of its flags."""
 CASES = (
-    *({"preset": preset, "tokens": 4096} | variant for variant in VARIANTS for preset in PRESETS),
+    *COVERING_CASES,
+    *(
+        case
+        for variant in VARIANTS
+        for preset in PRESETS
+        if (case := {"preset": preset, "tokens": 4096} | variant) not in COVERING_CASES
+    ),
     # Row counts that 16 does not divide.
     *({"preset": "qwen3-30b-a3b", "tokens": 4097} | variant for variant in VARIANTS[:2]),
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"capacity_factor": 1.0}},
-    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": PADDED, "parallel": EP8, "train": FP8},
-    {"preset": "qwen3-30b-a3b", "tokens": 4096, "moe": {"dispatch_precision": "fp8-blockwise"}, "parallel": EP8},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "parallel": EP8 | {"dispatcher": "dedup_alltoall"}},
     {"preset": "qwen3-30b-a3b", "tokens": 4096, "run": {"dtype": "float32", "kernels": "triton"}},
 )
 """Models of one layer, with embedding, head and loss."""
 
 
-def recorded_launches(capability: int) -> list[Launch]:
-    """Return the launches of all cases, every candidate of the autotuner included."""
+def recorded_launches(capability: int, *, is_representative: bool = False) -> list[Launch]:
+    """Return the launches of all cases, every candidate of the autotuner included; or few that show each flag."""
     launches = []
-    for case in CASES:
+    for case in COVERING_CASES if is_representative else CASES:
         trace = trace_layer(layer_config(**case), "model", DEVICES[capability], runs_all_candidates=True)
         launches += trace.launches
-    return launches + topk_launches(capability) + linear_attention_launches(capability)
+    launches += topk_launches(capability) + linear_attention_launches(capability)
+    return representative(launches) if is_representative else launches
 
 
 def topk_launches(capability: int) -> list[Launch]:
@@ -105,12 +117,36 @@ def linear_attention_launches(capability: int) -> list[Launch]:
 
 
 def representative(launches: Sequence[Launch]) -> list[Launch]:
-    """Return the first launch of each kernel with each set of flags."""
-    first: dict[Any, Launch] = {}
+    """Return launches that show each kernel with each of its flags, those with most flags first."""
+    kernels: dict[str, list[Launch]] = {}
     for launch in launches:
-        flags = tuple(sorted(name for name, value in launch.options.items() if value is True))
-        first.setdefault((kernel_name(launch), flags), launch)
-    return list(first.values())
+        kernels.setdefault(kernel_name(launch), []).append(launch)
+    return [launch for same in kernels.values() for launch in _covering(same)]
+
+
+def _covering(launches: Sequence[Launch]) -> list[Launch]:
+    """Return few launches of a kernel that have all flags which its launches have."""
+    chosen = [max(launches, key=lambda launch: len(_flags(launch)))]
+    left = set().union(*map(_flags, launches)) - _flags(chosen[0])
+    while left:
+        chosen.append(max(launches, key=lambda launch: len(_flags(launch) & left)))
+        left -= _flags(chosen[-1])
+    return chosen
+
+
+def _flags(launch: Launch) -> set[str]:
+    """Return the names of the constants that are true."""
+    return {name for name, value in launch.options.items() if value is True}
+
+
+def table_flags(names: Iterable[str]) -> set[tuple[str, str]]:
+    """Return pairs of kernel and flag of rows of the table (`launch_name`), in which flags are in capitals."""
+    return {
+        (words[0].partition("(")[0], word)
+        for words in map(str.split, names)
+        for word in words[1:]
+        if word.isupper() and "=" not in word
+    }
 
 
 def launched_kernels() -> set[str]:
@@ -158,9 +194,8 @@ def from_json(row: dict[str, Any]) -> KernelResources:
 
 def compiled(capability: int, *, is_representative: bool = False) -> dict[str, dict[str, Any]]:
     """Compile the launches for a compute capability and return a row for each."""
-    launches = recorded_launches(capability)
-    chosen = representative(launches) if is_representative else launches
-    return {name: asdict(resources) for name, resources in compile_launches(chosen, capability).items()}
+    launches = recorded_launches(capability, is_representative=is_representative)
+    return {name: asdict(resources) for name, resources in compile_launches(launches, capability).items()}
 
 
 def column(capability: int) -> str:
@@ -186,8 +221,7 @@ def write_table() -> None:
 
 def fill_cache(capability: int, is_representative: bool) -> None:
     """Compile the launches into Triton's cache, or find them there."""
-    launches = recorded_launches(capability)
-    for _ in compiled_launches(representative(launches) if is_representative else launches, capability):
+    for _ in compiled_launches(recorded_launches(capability, is_representative=is_representative), capability):
         pass
 
 
@@ -231,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"save both capabilities in {TABLE.name}")
     parser.add_argument("--capability", type=int, default=90, choices=DEVICES)
-    parser.add_argument("--representative", action="store_true", help="each kernel with each set of flags once")
+    parser.add_argument("--representative", action="store_true", help="each kernel with each of its flags")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="pack the compiled kernels into an archive in DIR")
     args = parser.parse_args()
     if args.cache is not None:

@@ -7,7 +7,15 @@ from importlib.util import find_spec
 import pytest
 
 from tests.gpu_static.kernel_compile import KernelResources
-from tests.gpu_static.kernel_table import COMMAND, TABLE, from_json, launched_kernels, rule_faults, table_faults
+from tests.gpu_static.kernel_table import (
+    COMMAND,
+    TABLE,
+    from_json,
+    launched_kernels,
+    rule_faults,
+    table_faults,
+    table_flags,
+)
 from tests.gpu_static.uninterpreted import compile_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
@@ -58,6 +66,10 @@ def assert_table(column, rows, *, is_whole):
 
 def test_every_kernel_that_is_launched_is_compiled(representative):
     assert {name.partition("(")[0] for name in representative[1]} == launched_kernels()
+
+
+def test_representative_launches_have_each_flag_of_the_table(representative):
+    assert table_flags(representative[1]) == table_flags(table())
 
 
 def test_representative_launches_keep_the_rules(representative):
