@@ -1,14 +1,14 @@
 """Compare methods of load balancing of experts: four runs from the same weights, one table, one picture.
 
-    python benchmarks/load_balancing.py             docs/balance.md and docs/images/balance.png, a few minutes on a CPU
-    python benchmarks/load_balancing.py --steps 50 --docs /tmp/docs
+    python benchmarks/load_balancing.py             a few minutes on a CPU
+    python benchmarks/load_balancing.py --steps 50 --picture /tmp/balance.png
 
-Each run is `moefold train` in its own process: the quickstart's model on python-docs, one seed, the same batches.
+Each run is `moefold train` in its own process: the quickstart's model on python-docs, one seed, the same batches. The
+table is the one of docs/balance.md.
 """
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -80,11 +80,11 @@ class Result:
 
 
 def main() -> int:
-    """Train, then write the table and the picture."""
+    """Train, then draw the picture and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
     parser.add_argument("--runs", type=Path, default=Path("runs/balance"), help="folder of the runs")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of balance.md and images/balance.png")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/balance.png"), help="file of the picture")
     parser.add_argument("--reuse", action="store_true", help="do not train: draw the existing runs")
     arguments = parser.parse_args()
     for method in () if arguments.reuse else METHODS:
@@ -93,12 +93,9 @@ def main() -> int:
     for method in METHODS:
         run_dir = arguments.runs / method.name
         results.append(Result(method, read_curves(run_dir), read_balance(run_dir)))
-    picture = arguments.docs / "images" / "balance.png"
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    _draw(results, picture)
-    page = arguments.docs / "balance.md"
-    page.write_text(_page(results, arguments.steps), encoding="utf-8")
-    print(f"wrote {page} and {picture}")
+    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+    _draw(results, arguments.picture)
+    _print_table(results)
     return 0
 
 
@@ -113,23 +110,10 @@ def _train(method: Method, run_dir: Path, steps: int) -> None:
     )
 
 
-def _page(results: list[Result], steps: int) -> str:
-    balance = results[0].balance
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    lines = [
-        "# Ways to balance experts, compared",
-        "",
-        f"Written by `python benchmarks/load_balancing.py`: {len(results)} runs of {steps} steps from the same weights",
-        "over the same batches of `python-docs`, with the model of the quickstart",
-        f"({len(balance.layers)} MoE layers of {balance.num_experts} experts, top-2), 16 samples of 128 bytes a step",
-        f"in micro-batches of 2, float32, one process on a CPU ({machine}).",
-        "With one seed, differences in loss of this size do not rank the methods.",
-        "",
-        "![Loss and expert load of the runs](images/balance.png)",
-        "",
-        "| balance | loss, last tenth | held-out loss | load, max / mean | cv | dead experts | router entropy |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def _print_table(results: list[Result]) -> None:
+    """Print the table of docs/balance.md: loads and entropy are means over the layers of the last tenth."""
+    print("| balance | loss, last tenth | held-out loss | load, max / mean | cv | dead experts | router entropy |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for result in results:
         summaries = result.balance.summaries()
         load = np.mean([summary.load_end for summary in summaries])
@@ -137,22 +121,10 @@ def _page(results: list[Result], steps: int) -> str:
         dead = sum(len(summary.dead_experts or ()) for summary in summaries)
         entropy = np.mean([summary.router_entropy for summary in summaries if summary.router_entropy is not None])
         held_out = result.curves.eval_loss[-1]
-        lines.append(
+        print(
             f"| {result.method.title} | {result.end_loss():.3f} | {held_out:.3f} | {load:.2f} | {cv:.3f} | {dead} | "
             f"{entropy:.2f} |"
         )
-    lines += [
-        "",
-        "Losses are nats per byte. Load, cv (standard deviation over mean of the routed tokens of each expert in a",
-        "step) and entropy are means over the layers and the last tenth of the steps. A dead expert received no token",
-        "in all of that tenth. The settings of each run:",
-        "",
-        *(f"- {result.method.title}: `{' '.join(result.method.overrides)}`" for result in results),
-        "",
-        "`moefold inspect runs/balance/METHOD` shows each run expert by expert.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def _draw(results: list[Result], path: Path) -> None:

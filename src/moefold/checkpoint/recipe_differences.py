@@ -174,7 +174,7 @@ def mapping_notes(
     """Yield a note on each setting whose results depend on the mapping, where a checkpoint has another one.
 
     Args:
-        before: the section [parallel] of the checkpoint; it may lack keys.
+        before: the section [parallel] of the checkpoint, which may lack keys.
     """
     if not {"world_size", "tp", "cp", "pp"} <= before.keys():
         return

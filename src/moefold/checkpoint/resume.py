@@ -170,7 +170,7 @@ class _DataComparison:
     data: DataConfig
     order: SampleOrder
     fingerprints: Mapping[str, str] | None
-    """Current fingerprints of the data files; None: compare only the settings."""
+    """Current fingerprints of the data files. None: compare only the settings."""
 
     def check(self, path: Path) -> None:
         """Raise ConfigError if the samples differ."""

@@ -208,7 +208,7 @@ def export_folder(
     """Convert a checkpoint to a Hugging Face folder. Collective over `world`.
 
     Args:
-        checkpoint: a checkpoint of a run or an import; for a run or a folder of checkpoints, the newest checkpoint.
+        checkpoint: a checkpoint of a run or an import. A run or a folder of checkpoints stands for its newest one.
         out: the folder. It must not exist.
 
     Raises:

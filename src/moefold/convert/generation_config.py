@@ -22,7 +22,7 @@ def write_generation_config(folder: Path, temperature: float | None) -> None:
     An existing file, from imported weights, is kept: it already has these ids.
 
     Args:
-        temperature: temperature of the run's rollouts; None without reinforcement learning.
+        temperature: temperature of the run's rollouts, or None without reinforcement learning.
     """
     if (folder / GENERATION_FILE).is_file():
         return
@@ -35,7 +35,7 @@ def write_generation_config(folder: Path, temperature: float | None) -> None:
 
 
 def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Add the id with which the chat template ends a turn to the ends of generation_config.json; return notes.
+    """Add the id with which the chat template ends a turn to the ends of generation_config.json, and return notes.
 
     transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
     end of a turn, not of a text.

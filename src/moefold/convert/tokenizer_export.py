@@ -258,7 +258,7 @@ def _token_ids(separator: int | None) -> dict[str, int | None]:
 
 
 def read_side_file(file: Path) -> dict[str, Any]:
-    """Return the keys of a JSON file next to a tokenizer; raise ConfigError if it is not JSON."""
+    """Return the keys of a JSON file next to a tokenizer. Raises ConfigError if it is not JSON."""
     try:
         return read_json_object(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:

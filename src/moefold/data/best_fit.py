@@ -41,7 +41,7 @@ class DocumentBoundaries:
 
     stream: TokenStream
     end_id: int | None
-    """Token that ends a document and belongs to it; None if the index by `moefold tokenize` has the boundaries."""
+    """Token that ends a document and belongs to it, or None if the index by `moefold tokenize` has the boundaries."""
 
     @property
     def identity(self) -> tuple[str | int, ...]:
@@ -49,7 +49,7 @@ class DocumentBoundaries:
         return ("index",) if self.end_id is None else ("end token", self.end_id)
 
     def starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the tokens first .. stop - 1 that begin a document, ascending; token 0 always does."""
+        """Return the tokens first .. stop - 1 that begin a document, ascending. Token 0 always does."""
         starts: NDArray[np.int64]
         if self.end_id is None:
             starts = np.flatnonzero(self.stream.document_starts(first, stop)) + first
@@ -88,12 +88,12 @@ _NUM_COUNTS = len(fields(PackingCounts))
 class BestFitSamples(SampleSource):
     """Samples of whole documents, parts of long ones, and padding.
 
-    A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token:
-    every token of a document except the first is a target exactly once. Attention and positions are within a part.
-    Samples share no other token.
+    A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token,
+    so that every token of a document except the first is a target exactly once. Attention and positions are within a
+    part. Samples share no other token.
 
     The file of the packing has `PackingCounts`, then two numbers for each part of a document, sample by sample:
-    2 * first token, plus 1 for the first part of a sample; and the number of tokens.
+    2 * first token, plus 1 for the first part of a sample, and the number of tokens.
     """
 
     has_annotations = True
@@ -122,7 +122,7 @@ class BestFitSamples(SampleSource):
         return packed_sample(documents, self.seq_len + 1, self._pad_id)
 
     def origin(self, number: int) -> str:
-        """Return file and position of the first document of a sample; empty if the stream has no files."""
+        """Return file and position of the first document of a sample, or "" if the stream has no files."""
         return self._stream.describe_location(self._parts_of(number)[0][0])
 
     def _parts_of(self, number: int) -> list[tuple[int, int]]:
@@ -137,7 +137,7 @@ class BestFitSamples(SampleSource):
 def recipe_best_fit(
     data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int
 ) -> BestFitSamples:
-    """Open the samples of a recipe's token files packed by best fit; see `open_best_fit`."""
+    """Open the samples of a recipe's token files packed by best fit, as `open_best_fit` does for any stream."""
     paths = [file.path for file in files]
     if data.document_index:
         paths += [document_ends_path(file.path) for file in files]
@@ -156,7 +156,7 @@ def open_best_fit(
     """Open the samples of a stream packed by best fit, from the cache or packed now. A changed source is packed again.
 
     Raises:
-        ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.
+        ConfigError: no document has two tokens, no folder for the packing can be written, or the stream is not valid.
     """
     stats = [path.stat() for path in sources]
     files = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(sources, stats, strict=True)]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins by best fit decreasing: longest first, each into the bin with the least sufficient space.
 
-    Uses at most 11/9 of the minimum number of bins, plus one (D. S. Johnson, 1973); local, O(n * capacity / 64).
+    Uses at most 11/9 of the minimum number of bins, plus one (D. S. Johnson, 1973), in O(n * capacity / 64) operations.
     Lengths are 1 .. capacity.
 
     Returns:
-        The item numbers in each bin, ascending; bins in the order of their first number.
+        The item numbers in each bin, ascending, and the bins in the order of their first number.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = []

@@ -37,13 +37,14 @@ class Dataset:
     """Training and validation samples of a run. The two parts share no token."""
 
     train: Sampler
-    """Training samples; reshuffled every epoch if data.shuffle."""
+    """Training samples. data.shuffle reshuffles them every epoch."""
     validation: Sampler
-    """Held-out samples; empty if data.validation_fraction is 0. Shuffled in the same order for every seed."""
+    """Held-out samples, shuffled in the same order for every seed. There are none if data.validation_fraction is 0."""
     tokenizer: Tokenizer
     """Converts text to ids and back."""
     reference: ReferenceLogProbs | None = None
-    """Log-probabilities of all pairs under the reference model, for the trainer to fill in; None without pairs."""
+    """Log-probabilities of all pairs under the reference model, for the trainer to fill in. None: there are no
+    pairs."""
 
 
 NEEDS_PROGRAM = (
@@ -75,7 +76,7 @@ class NoSamples(Sampler):
 class ProgramData:
     """Samples that a program passes to `train_model`, for data.kind="program".
 
-    A program derives from `Sampler`; its `annotated_sample` returns tokens, weights of the targets and the columns of
+    A program derives from `Sampler`. Its `annotated_sample` returns tokens, weights of the targets and the columns of
     its loss. Every rank has its own copy and reads the samples of its data-parallel rank. Sample `index` must be the
     same on every rank. The position of a run is the number of samples it has read.
     """
@@ -99,16 +100,16 @@ class ProgramData:
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """Settings of a recipe that determine its samples; every process with the same settings gets the same samples."""
+    """Settings of a recipe that determine its samples. Every process with the same settings gets the same samples."""
 
     data: DataConfig
     _: KW_ONLY
     seq_len: int
     """train.seq_len, S. A sample has S + 1 tokens."""
     vocab_size: int
-    """model.vocab_size; every id is below it."""
+    """model.vocab_size. Every id is below it."""
     seed: int
-    """run.seed; it determines the order of the training samples, and the whole data of kind "synthetic"."""
+    """run.seed. It determines the order of the training samples, and the whole data of kind "synthetic"."""
     align: AlignConfig = field(default_factory=AlignConfig)
 
     @classmethod
@@ -124,7 +125,7 @@ class DataRequest:
         Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
 
         Args:
-            token_file_set: the token files recorded when the run began; None: list the files now.
+            token_file_set: the token files recorded when the run began. None: list the files now.
 
         Raises:
             ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
@@ -134,7 +135,7 @@ class DataRequest:
     def prepare(self) -> Path | None:
         """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
 
-        Returns the file of tokenised text; None for kinds of data that need none, and for mixtures.
+        Returns the file of tokenised text, or None for mixtures and for kinds of data that need no such file.
         """
         data = self.data
         if data.kind == "tokens" and data.corrupt == "fatal":

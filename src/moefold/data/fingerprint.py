@@ -37,7 +37,7 @@ _MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 def fingerprint(data: DataConfig) -> dict[str, str]:
     """Return size and block hash of every file by its name in the recipe, "skipped" for a skipped file.
 
-    Python's own text is one entry, because its files belong together; data without files has no entries.
+    Python's own text is one entry, because its files belong together. Data without files has no entries.
     """
     sources = named_sources(data)
     skipped = _skipped(data)
@@ -65,7 +65,7 @@ def settings_fingerprints(data: DataConfig) -> dict[str, str]:
 
 
 def file_sizes(data: DataConfig) -> dict[str, str]:
-    """Return the size of every file by name, "skipped" for a skipped file; empty for Python's own text."""
+    """Return the size of every file by name, "skipped" for a skipped file. Python's own text has no entries."""
     if data.kind == "python-docs":
         return {}
     skipped = _skipped(data)
@@ -85,7 +85,7 @@ def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> dict
 
 
 def matches_fingerprint(file: Path, recorded: str) -> bool:
-    """Return whether a file still has a recorded fingerprint; raise ConfigError if the file cannot be read."""
+    """Return whether a file still has a recorded fingerprint. Raises ConfigError if the file cannot be read."""
     blocks = recorded.split()[:2]
     hashes = recorded.split()[2:]
     if not any(blocks == _fingerprint_file(file.name, file, num_middle).split() for num_middle in (_MIDDLE_BLOCKS, 0)):
@@ -142,7 +142,7 @@ class DataFiles:
     paths: tuple[str, ...]
     """Names in data.path."""
     sources: tuple[tuple[str, ...], ...]
-    """Names of the files of each path, in reading order; empty for a data set on the hub."""
+    """Names of the files of each path, in reading order. A data set on the hub has none."""
     settings: Mapping[str, str]
     """Names of the files of tokenizer and chat template, by role."""
     by_folder: bool
@@ -181,7 +181,7 @@ class DataFiles:
         return renamed
 
     def _matched(self, before: Sequence[str], new: Self, after: Sequence[str]) -> dict[str, str]:
-        """Return the new names by the old names if all files have the same content in the same order; else {}."""
+        """Return the new names by the old names if all files have the same content in the same order, or else {}."""
         if len(before) != len(after):
             return {}
         for name, other in zip(before, after, strict=True):

@@ -106,7 +106,7 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
 
 
 def hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split conversation numbers into training and validation by a hash of them; both ascending."""
+    """Split conversation numbers by a hash of them into training and validation, both ascending."""
     if fraction == 0:
         return members, members[:0]
     num_held_out = max(1, round(len(members) * fraction))

@@ -24,7 +24,7 @@ class IndexShuffle:
         self._round_keys = tuple(hash_ints(key, i) for i in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
-        """Return the image of one index; raise IndexError if the index is outside [0, length)."""
+        """Return the image of one index. Raises IndexError if the index is outside [0, length)."""
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} is outside [0, {self.length})")
         image = self._scramble(index)
@@ -46,7 +46,7 @@ class EpochOrder:
     """Order of the members of a part of the data, by their index in the run. Each epoch has another shuffle."""
 
     def __init__(self, length: int, key: int | None) -> None:
-        """Select the orders by a 64-bit key; None: the order of the data, in every epoch."""
+        """Select the orders by a 64-bit key. None: the order of the data, in every epoch."""
         self._length = length
         self._key = key
         self._shuffled: tuple[int, IndexShuffle] | None = None

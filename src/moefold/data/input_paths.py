@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe, which are literal, to files; compare their fingerprints with a checkpoint's."""
+"""Resolve the literal paths of a recipe to files, and compare their fingerprints with a checkpoint's."""
 
 import difflib
 import os
@@ -53,12 +53,12 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
 
 
 def existing_path(key: str, name: str) -> Path:
-    """Return the absolute path of a file or folder that the recipe names under `key`; `~` is the home folder.
+    """Return the absolute path of a file or folder that the recipe names under `key`. `~` is the home folder.
 
     Remote files, and files on the hub, are copied to this machine: the path is the path of the copy.
 
     Raises:
-        ConfigError: the file does not exist; the message suggests the most similar name in the nearest existing folder.
+        ConfigError: the file does not exist. The message has the most similar name in the nearest existing folder.
     """
     if is_remote(name):
         return _fetched(key, name)
@@ -194,7 +194,7 @@ JSONL_SUFFIXES = tuple(suffix + end for suffix in (".jsonl", ".ndjson") for end 
 TOKEN_SUFFIXES = (".bin", ".npy")
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
-"""Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
+"""Suffix of the document index of a token file. A run that uses the index cannot use the file without it."""
 ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
 """`ENDS_SUFFIX` and the suffix of Megatron's index."""
 
@@ -231,7 +231,7 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
 
 
 def has_same_content(saved: str, current: str) -> bool:
-    """Return whether two fingerprints have the same content; old versions wrote no hash of all bytes."""
+    """Return whether two fingerprints have the same content. Old versions wrote no hash of all bytes."""
     first = saved.split()
     other = current.split()
     length = min(len(first), len(other))
@@ -249,7 +249,7 @@ def separate_dropped_files(
         tokens: the token files of the run, and the number of tokens in each.
 
     Returns:
-        The files that are lost, or were always skipped and have changed, with descriptions; and other differences.
+        The files that are lost, or were always skipped and have changed, with descriptions, and the other differences.
     """
     dropped = {}
     more = {}
@@ -274,7 +274,7 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
     """Raise TypeError for data file names that no run writes, which a forged checkpoint could use to read other files.
 
     Args:
-        tokens: names of its token files, in the order of `files`; empty if unknown.
+        tokens: names of its token files, in the order of `files`, or empty if they are unknown.
     """
     file_names = list(files)
     tokens = list(tokens)

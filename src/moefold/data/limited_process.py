@@ -28,7 +28,7 @@ class LimitedProcess:
 
         Args:
             memory_bytes: limit of its memory, which it may change up to `hard_bytes`.
-            hard_bytes: maximum of the limit; 0: none.
+            hard_bytes: maximum of the limit. 0: none.
         """
         # -P: the script's folder is not on sys.path, because its modules would shadow others.
         self._process = subprocess.Popen(

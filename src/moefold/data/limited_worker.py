@@ -49,9 +49,9 @@ def serve(worker: Any) -> None:
 
 
 def set_memory_limit(soft: int, hard: int = 0) -> None:
-    """Limit the memory of this process; macOS has no such limit.
+    """Limit the memory of this process. macOS has no such limit.
 
-    The soft limit cannot exceed `hard` later; 0 leaves the hard limit unchanged.
+    The soft limit cannot exceed `hard` later. 0 leaves the hard limit unchanged.
     """
     reserved = RESERVED_BYTES_PER_CORE * (os.cpu_count() or 1)
     for kind, extra in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, reserved)):

@@ -1,4 +1,4 @@
-"""Mixture of samplers by their shares (data.weights); the index of a sample determines its sampler."""
+"""Mixture of samplers by their shares (data.weights). The index of a sample determines its sampler."""
 
 import math
 from bisect import bisect_right
@@ -15,7 +15,7 @@ _OFFSET = _MODULUS // 2
 
 
 class MixtureSampler(Sampler):
-    """Samplers interleaved by their shares; each advances independently, in its own epochs."""
+    """Samplers interleaved by their shares. Each advances independently, in its own epochs."""
 
     def __init__(self, samplers: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Interleave samplers of the same sequence length by their shares, above 0, in any unit."""
@@ -59,7 +59,7 @@ class MixtureSampler(Sampler):
         return f"part {number}, {self._samplers[number].origin(index_there)}"
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files in all samplers; each ignores the names of files of others."""
+        """Drop files in all samplers. Each ignores the names of files of others."""
         dropped_names = frozenset(names)
         for sampler in self._samplers:
             sampler.drop_files(dropped_names)
@@ -107,7 +107,7 @@ def _count_below(end: int, num_samples: int) -> int:
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
-    """Return the sum of (factor * i + offset) // modulus over i < count, for non-negative numbers; O(log modulus).
+    """Return the sum of (factor * i + offset) // modulus over i < count, for non-negative numbers, in O(log modulus).
 
     Each iteration removes the whole multiples and swaps the axes, as in Euclid's algorithm (Graham, Knuth, Patashnik:
     Concrete Mathematics, sec. 3.5).

@@ -31,7 +31,7 @@ class PackedSamples(SampleSource):
         return self.stream.read(start, start + self.seq_len + 1)
 
     def origin(self, number: int) -> str:
-        """Return file and position of a sample; empty if the stream has no files."""
+        """Return file and position of a sample, or "" if the stream has no files."""
         return self.stream.describe_location(number * self.seq_len)
 
     def drop_files(self, names: Iterable[str]) -> None:

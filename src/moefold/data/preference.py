@@ -62,10 +62,10 @@ def _is_labelled(align: AlignConfig) -> bool:
 class PackedPairs(PackedMembers):
     """Samples of whole pairs and padding. Both sequences of a pair are documents of one sample.
 
-    Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
-    targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1: none; "is_desirable" [K
-    / 2], the label (kto); "reference_log_probs" [K] if the loss needs a reference. The weights of the targets of
-    sequence 2k add up to 1.
+    Columns of a sample, with K = 2 * the largest number of pairs in any sample: "sequence_ids" [S] has 2k and 2k + 1
+    for the targets of the k-th pair, and -1 elsewhere. "pair_ids" [K / 2] has the number of each pair in the files, or
+    -1. "is_desirable" [K / 2] is the label (kto). "reference_log_probs" [K] exists if the loss needs a reference. The
+    weights of the targets of sequence 2k add up to 1.
 
     Both sequences of a pair are consecutive conversations, and have targets after `cut_lengths`.
     """
@@ -130,7 +130,7 @@ def pack_pairs(
 ) -> tuple[PackedPairs, PackedPairs]:
     """Split pairs into training and validation, and pack both parts.
 
-    Pairs whose completions have no target within their part of the sample are skipped; see `cut_lengths`.
+    Pairs whose completions have no target within their part of the sample (`cut_lengths`) are skipped.
 
     Raises:
         ConfigError: a pair is too long and data.overlong is "refuse", or no pair is left.
@@ -168,7 +168,7 @@ def pack_pairs(
 
 
 def cut_lengths(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Cut pairs to `size` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
+    """Cut pairs to `size` tokens, [pairs, 2]: a sequence keeps half of them, or what the other does not need."""
     half = size // 2
     other_lengths = lengths[:, ::-1]
     cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other_lengths, size)))
@@ -281,7 +281,7 @@ def _with_system(prompt: Messages, record: JsonlRecord) -> Messages:
 
 
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
-    """Split off the longest common prefix of both completions as the prompt, like TRL; what follows may be empty."""
+    """Split off the longest common prefix of both completions as the prompt, like TRL. What follows may be empty."""
     if isinstance(record.fields["chosen"], list):
         answers = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
         pairs = zip(*answers, strict=False)

@@ -94,13 +94,13 @@ class PromptData:
 
     train: PromptSource
     validation: PromptSource | None
-    """Held-out prompts; None if data.validation_fraction is 0."""
+    """Held-out prompts, or None if data.validation_fraction is 0."""
 
 
 def open_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, check: CheckPrompt | None = None, reports: bool = False
 ) -> PromptData:
-    """Open the prompts of a recipe; `check` raises ConfigError for a prompt of a file that the reward cannot score.
+    """Open the prompts of a recipe. `check` raises ConfigError for a prompt of a file that the reward cannot score.
 
     Raises:
         ConfigError: a file is missing, a line is not a prompt, or the tokenizer has no end-of-text token.
@@ -139,10 +139,10 @@ def read_prompts(
     check: CheckPrompt | None = None,
     reports: bool = False,
 ) -> list[Prompt]:
-    """Read and tokenise all prompts of the files that data.path names; with `reports`, log a note on skipped rows.
+    """Read and tokenise all prompts of the files that data.path names. `reports` logs a note on skipped rows.
 
     Raises:
-        ConfigError: see `open_prompts`.
+        ConfigError: as in `open_prompts`.
     """
     reader = _PromptReader(data, tokenizer, reward_prompt, check)
     prompts = list(reader.usable_prompts())
@@ -171,7 +171,7 @@ class _PromptReader:
         self._template: ChatTemplate | None = None
 
     def usable_prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts of the rows that are not skipped; the first prompt determines the form of all prompts."""
+        """Yield the prompts of the rows that are not skipped. The first prompt determines the form of all prompts."""
         first: Prompt | None = None
         for path in conversation_files(self._data):
             for record in jsonl_records(path, self.skipped.refuse):
@@ -188,7 +188,7 @@ class _PromptReader:
                     yield prompt
 
     def _read(self, record: JsonlRecord) -> Prompt:
-        """Return the prompt of a row; raise ConfigError if the row has no prompt, or it cannot be rendered."""
+        """Return the prompt of a row. Raises ConfigError if the row has no prompt, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
             text = source if self._reward_prompt is None else self._reward_prompt.fill(source)
@@ -221,7 +221,11 @@ def _check_alike(prompt: Prompt, first: Prompt) -> None:
 
 
 def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
-    """Return the text or the messages of a row's prompt; raise ConfigError if it has another type or unread parts."""
+    """Return the text or the messages of a row's prompt.
+
+    Raises:
+        ConfigError: it has another type, or the row has parts that are not read.
+    """
     source = record.fields.get(PROMPT_COLUMN)
     refuse_unread(record.fields, record.location, MEDIA_FIELDS)
     if isinstance(source, list):

@@ -64,7 +64,7 @@ class TraceShape:
         return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
 
     def check_expert_indices(self, indices: ExpertIndices, step: int, key: str = "moe.replay") -> ExpertIndices:
-        """Return a contiguous copy of expert choices; raise ConfigError if an index is out of range."""
+        """Return a contiguous copy of expert choices. Raises ConfigError if an index is out of range."""
         copy = np.ascontiguousarray(indices)
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
             expert = copy.max() if copy.max() >= self.num_experts else copy.min()
@@ -102,7 +102,7 @@ def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 class RoutingTraceWriter:
-    """Writes a trace into a run folder, one file per step; created on one rank only.
+    """Writer of a trace into a run folder, one file per step. It exists on one rank only.
 
     The constructor deletes the steps after `resume_step`, which a resumed run repeats. It deletes all steps,
     `num_dropped` in number, if they have another shape, for example after a change of the batch size.
@@ -154,7 +154,7 @@ class TracedStep:
 
 
 class RoutingTrace:
-    """An existing trace, opened for reading; raises ConfigError if there is none, or its manifest cannot be read.
+    """An existing trace, opened for reading. Raises ConfigError if there is none, or its manifest cannot be read.
 
     Args:
         folder: RUN_DIR/routing, or RUN_DIR.
@@ -178,7 +178,10 @@ class RoutingTrace:
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:
-        """Open the choices of a step on disk; raise ConfigError if its file is missing or differs from the manifest."""
+        """Open the choices of a step on disk.
+
+        Raises ConfigError if its file is missing or differs from the manifest.
+        """
         path = step_file(self.folder, step)
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")

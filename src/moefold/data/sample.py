@@ -40,7 +40,7 @@ class Sample:
     tokens: NDArray[np.int64]
     """[S + 1]."""
     document_ids: NDArray[np.int32] | None = None
-    """Document number of each token, [S + 1], non-decreasing; consecutive tokens with equal numbers share a document.
+    """Document number of each token, [S + 1], non-decreasing. Consecutive tokens with equal numbers share a document.
 
     Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
     document is never a target. Padding is a document of its own, see `is_padding`. None: one document.
@@ -51,9 +51,9 @@ class Sample:
     The loss is the weighted mean over the targets of the global batch.
     """
     weight_scale: NDArray[np.float64] | None = None
-    """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]; None: 1."""
+    """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]. None: 1."""
     is_padding: NDArray[np.bool_] | None = None
-    """Tokens that only fill the sample, [S + 1]; None if there are no such tokens.
+    """Tokens that only fill the sample, [S + 1], or None if there are no such tokens.
 
     MoE layers do not route them. A token whose target has weight 0, such as a token of a prompt, is not padding. It is
     context of other tokens, is routed, and counts in the load of the experts. Padding is never a target and predicts
@@ -72,22 +72,22 @@ class Sample:
 
 
 class SampleSource(ABC):
-    """Numbered samples in the order of the data; a subclass defines `sample` or `annotated_sample`, or both."""
+    """Numbered samples in the order of the data. A subclass defines `sample` or `annotated_sample`, or both."""
 
     seq_len: int
     document_end: int = -1
-    """Token that ends a document and belongs to it, for document numbers; -1: none."""
+    """Token that ends a document and belongs to it, for document numbers. -1: none."""
     has_annotations: bool = False
     """Samples may have document ids or target weights."""
     fill_fraction: float = 1.0
-    """Share of all samples' inputs that are not padding, 0 to 1; an estimate for parts of the data."""
+    """Share of all samples' inputs that are not padding, 0 to 1. For parts of the data it is an estimate."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, int64 [seq_len + 1]; errors as in `annotated_sample`."""
+        """Return the tokens of one sample, int64 [seq_len + 1]. The errors are the errors of `annotated_sample`."""
         return self.annotated_sample(number).tokens
 
     def annotated_sample(self, number: int) -> Sample:
@@ -96,11 +96,11 @@ class SampleSource(ABC):
         return annotate_documents(tokens, self.document_end) if self.document_end >= 0 else Sample(tokens)
 
     def origin(self, number: int) -> str:
-        """Return file and position of a sample, for a message; empty if unknown."""
+        """Return file and position of a sample, for a message, or "" if they are unknown."""
         return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files, by their names in the recipe; do nothing if samples do not come from files."""
+        """Drop files, by their names in the recipe. Does nothing if samples do not come from files."""
         return
 
     def is_dropped(self, number: int) -> bool:
@@ -120,13 +120,13 @@ class SampleBatch:
     tokens: NDArray[np.int64]
     """[count, S + 1]."""
     document_ids: NDArray[np.int32] | None = None
-    """[count, S + 1]; None if and only if the source has no annotations. The same holds for `weights`."""
+    """[count, S + 1], or None if and only if the source has no annotations. The same holds for `weights`."""
     weights: NDArray[np.float64] | None = None
-    """[count, S]; from the source, so first tokens of documents may still have a nonzero weight."""
+    """[count, S], from the source, so first tokens of documents may still have a nonzero weight."""
     weight_scale: NDArray[np.float64] | None = None
-    """[count, S]; None if no sample has a scale."""
+    """[count, S], or None if no sample has a scale."""
     is_padding: NDArray[np.bool_] | None = None
-    """[count, S + 1]; None if no sample has padding."""
+    """[count, S + 1], or None if no sample has padding."""
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[count, ..., S] each."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class SampleBatch:
         return np.where(has_tokens.reshape(starts.shape), starts, pieces)
 
     def target_weights(self) -> NDArray[np.float64] | None:
-        """Return the target weights, [count, S], 0 for first tokens of documents and at padding; None if all are 1."""
+        """Return the target weights, [count, S], 0 for first tokens of documents and padding, or None if all are 1."""
         if self.document_ids is None or self.weights is None:
             return None
         weights: NDArray[np.float64] = self.weights * (self.document_ids[:, 1:] == self.document_ids[:, :-1])
@@ -238,7 +238,7 @@ def fill_up(arrays: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[
 
 
 def packed_sample(arrays: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
-    """Return a sample of whole documents, with padding as its last one; annotations are other fields of `Sample`."""
+    """Return a sample of whole documents, with padding as its last one. Annotations are other fields of `Sample`."""
     lengths = [len(array) for array in arrays]
     filled = sum(lengths)
     documents = np.repeat(np.arange(len(arrays) + 1, dtype=np.int32), [*lengths, size - filled])

@@ -47,7 +47,7 @@ class Sampler(SampleSource):
 
     @abstractmethod
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run; without annotations if the data has none."""
+        """Return sample `index` of the run, without annotations if the data has none."""
 
     def batch(self, first: int, count: int) -> SampleBatch:
         """Return samples first .. first+count-1 of the run."""
@@ -65,7 +65,7 @@ class Sampler(SampleSource):
     def next_sample_indices(self, first: int, count: int, skipped_ranges: Sequence[range] = ()) -> Sequence[int]:
         """Return the indices of the next `count` usable samples from sample `first` on, ascending.
 
-        Dropped samples and skipped ranges are left out; raises RunError if all samples are dropped.
+        Dropped samples and skipped ranges are left out. Raises RunError if all samples are dropped.
         """
         if self.is_all_dropped:
             raise RunError(
@@ -133,8 +133,8 @@ class SplitSampler(Sampler):
         """Select the samples of one part.
 
         Args:
-            members: the sample numbers of this part; None: all.
-            order_key: key of the shuffled order, which differs in each epoch; None: the order of the data.
+            members: the sample numbers of this part. None: all.
+            order_key: key of the shuffled order, which differs in each epoch. None: the order of the data.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name
@@ -151,7 +151,7 @@ class SplitSampler(Sampler):
         return len(self._members)
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run; raise ConfigError if the split is empty."""
+        """Return sample `index` of the run. Raises ConfigError if the split is empty."""
         return self._source.annotated_sample(self._number(index))
 
     def origin(self, index: int) -> str:
@@ -216,7 +216,7 @@ class StridedSampler(Sampler):
 
     @property
     def num_dropped(self) -> int:
-        """Estimated number of this site's dropped samples in an epoch; all samples if the source drops all."""
+        """Estimated number of this site's dropped samples in an epoch, or all samples if the source drops all."""
         if self._source.is_all_dropped:
             return len(self)
         return min(len(self) - 1, math.ceil(self._source.num_dropped / self._count))

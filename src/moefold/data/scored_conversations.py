@@ -42,7 +42,7 @@ _WORDS = 4
 
 
 class Rewards:
-    """Rewards of all conversations of the files, in their order; prompt_N hashes the messages before each answer."""
+    """Rewards of all conversations of the files, in their order. prompt_N hashes the messages before each answer."""
 
     def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], column: str) -> None:
         self.reward_N = reward_N
@@ -50,7 +50,7 @@ class Rewards:
         self._column = column
 
     def filter(self, members: NDArray[np.int64], threshold: float | str) -> ScaledMembers:
-        """Keep the conversations whose reward reaches align.method.threshold; raise ConfigError if no one does."""
+        """Keep the conversations whose reward reaches align.method.threshold. Raises ConfigError if there are none."""
         reward = self._check_differ(members, "filter")
         kind, number = parse_threshold(threshold)
         if kind == "best":
@@ -74,7 +74,7 @@ class Rewards:
         )
 
     def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:
-        """Scale the loss of conversation i by exp(reward_i / beta) divided by its mean, at most `cap`; 0: no limit."""
+        """Scale the loss of conversation i by exp(reward_i / beta) divided by its mean, at most `cap` (0: no limit)."""
         reward = self._check_differ(members, "weight")
         # The exponents are shifted so that the largest is 0 and none overflows; the shift cancels.
         factor = np.exp((reward - reward.max()) / beta)
@@ -90,7 +90,7 @@ class Rewards:
         )
 
     def _check_differ(self, members: NDArray[np.int64], method: str) -> NDArray[np.float64]:
-        """Return the rewards of the members; raise ConfigError if all are equal."""
+        """Return the rewards of the members. Raises ConfigError if all are equal."""
         reward = self.reward_N[members]
         if len(reward) and reward.min() == reward.max():
             rule = f"has no effect: all {len(members)} rewards in the column {self._column!r} are {reward[0]:g}"
@@ -104,7 +104,7 @@ def open_rewards(
     tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
 ) -> Rewards:
-    """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
+    """Read the rewards of the conversations that data.path names, except skipped files, and cache them.
 
     With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`. Raises ConfigError if a
     row has no finite reward.
@@ -167,7 +167,7 @@ def _conditioned(records: Iterator[JsonlRecord], method: AlignmentPart) -> Itera
 
 
 def _prompt_length(messages: list[Any]) -> int:
-    """Return the number of messages before the last answer; all if there is none."""
+    """Return the number of messages before the last answer, or of all messages if there is no answer."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return answers[-1] if answers else len(messages)
 
@@ -185,7 +185,7 @@ def prompt_hash(prompt: Sequence[Message], tools: Any = None) -> int:
 
 
 def reward_of(record: JsonlRecord, column: str) -> float:
-    """Return the reward of a row; raise ConfigError if it is absent or not a finite number."""
+    """Return the reward of a row. Raises ConfigError if it is absent or not a finite number."""
     if column not in record.fields:
         raise ConfigError(
             f"{record.location}: {unknown_column_message(column, record.fields)}; align.method.reward names the column"

@@ -32,13 +32,13 @@ class ScaledMembers:
     members: NDArray[np.int64]
     """Numbers of the conversations, ascending."""
     scales: NDArray[np.float64] | None = None
-    """Factor of the loss of each conversation of the files, [conversations]; None: 1."""
+    """Factor of the loss of each conversation of the files, [conversations]. None: 1."""
     message: str = ""
     """Message for the log."""
 
 
 class PackedMembers(SampleSource):
-    """Samples of padding and whole members, which are conversations or pairs; no member spans two samples.
+    """Samples of padding and whole members, which are conversations or pairs. No member spans two samples.
 
     A sample has S + 1 tokens and shares no token with another sample.
     """
@@ -81,7 +81,7 @@ class PackedConversations(PackedMembers):
 
     Args:
         members: numbers of the conversations to pack.
-        scales: factor of the loss of each conversation, [conversations]; None: 1.
+        scales: factor of the loss of each conversation, [conversations]. None: 1.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def pack_conversations(
     first seq_len + 1 tokens are skipped.
 
     Args:
-        select: chooses from the conversations with a target, and scales their losses; None: all, unscaled.
+        select: chooses from the conversations with a target, and scales their losses. None: all, unscaled.
 
     Raises:
         ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data
@@ -173,7 +173,7 @@ def find_overlong(
 
 
 def conversation_location(data: DataConfig, number: int) -> str:
-    """Return FILE:LINE of a conversation; its number if rows may have been skipped."""
+    """Return FILE:LINE of a conversation, or its number if rows may have been skipped."""
     if data.skip_bad_rows:
         return f"{Setting('data.path')}: conversation {number + 1}, of those not skipped"
     records = (record for path in conversation_files(data) for record in jsonl_records(path))

@@ -33,8 +33,8 @@ class DataFileError(Exception):
         Args:
             cause: the defect, with the file.
             remedy: advice if the file is not skipped.
-            shard: name of the file in the recipe; empty if it has no name there.
-            seen_at: the rank and step that found it; empty before ranks read.
+            shard: name of the file in the recipe, or "" if it has no name there.
+            seen_at: the rank and step that found it, or "" before ranks read.
         """
         super().__init__(cause, remedy, shard, seen_at)
         self.cause = cause
@@ -70,7 +70,7 @@ class TokenArraySpec:
     dtype: np.dtype[np.generic]
     count: int
     shard: str = ""
-    """The data file to skip if these ids are unreadable, by its name in the recipe; empty if it cannot be skipped."""
+    """The data file to skip if these ids are unreadable, by its name in the recipe, or "" if it cannot be skipped."""
 
     def broken_error(self, reason: str) -> BrokenShardError:
         """Return the error for a file that broke during the run."""
@@ -81,12 +81,12 @@ class TokenArraySpec:
 
 
 class ShardReader:
-    """An open file of numbers; closed when the reader is garbage-collected."""
+    """Reader of an open file of numbers, which is closed when the reader is garbage-collected."""
 
     _handle = -1
 
     def __init__(self, ids: TokenArraySpec) -> None:
-        """Open the file; raise BrokenShardError if it cannot be opened, or is shorter than before."""
+        """Open the file. Raises BrokenShardError if it cannot be opened, or is shorter than before."""
         self._ids = ids
         try:
             self._handle = os.open(ids.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -109,7 +109,7 @@ class ShardReader:
         return self.read(start, max(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return ids start .. stop-1, which must be in the file, [stop - start]; read-only."""
+        """Return ids start .. stop-1, which must be in the file, [stop - start], read-only."""
         ids = self._ids
         size_bytes = (stop - start) * ids.dtype.itemsize
         try:
@@ -140,7 +140,7 @@ class EndsReader(Protocol):
 
 
 def open_ends_file(index: Path, *, shard: str) -> ShardReader:
-    """Open an index file of int64; raise ValueError if an index cannot have its size."""
+    """Open an index file of int64. Raises ValueError if an index cannot have its size."""
     size_bytes = index.stat().st_size
     if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
         raise ValueError(f"it has {size_bytes} bytes, which is not a positive multiple of 8")
@@ -155,7 +155,7 @@ class DocumentEnds:
     """
 
     def __init__(self, index: "EndsReader", num_tokens: int) -> None:
-        """Check that an index belongs to a file with `num_tokens` tokens; raise ValueError with the reason if not."""
+        """Raise ValueError with the reason if an index does not belong to a file with `num_tokens` tokens."""
         self._count = len(index)
         self._reader = index
         self._last_of_block = self._check(num_tokens)
@@ -184,7 +184,7 @@ class DocumentEnds:
         return self._reader.read(first_block * _BLOCK_ENDS, stop).astype(np.int64, copy=False)
 
     def _check(self, num_tokens: int) -> NDArray[np.int64]:
-        """Read the whole index, some blocks at a time; return the last end of each block."""
+        """Read the whole index, some blocks at a time, and return the last end of each block."""
         num_blocks = -(-self._count // _BLOCK_ENDS)
         last_of_block = np.empty(num_blocks, dtype=np.int64)
         before = 0

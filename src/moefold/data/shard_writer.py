@@ -34,7 +34,7 @@ class ShardSize:
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Writer of tokenised shards; picklable and small, because worker processes load the tokenizer themselves."""
+    """Writer of tokenised shards. It is picklable and small, because worker processes load the tokenizer themselves."""
 
     out: Path
     tokenizer_name: str
@@ -117,7 +117,7 @@ def shard_path(out: Path, number: int) -> Path:
 
 
 def _skipped_path(path: Path) -> Path:
-    """Return the file with the skipped rows of a token file; it exists if rows were skipped."""
+    """Return the file with the skipped rows of a token file. It exists if rows were skipped."""
     return path.with_suffix(".skipped.json")
 
 

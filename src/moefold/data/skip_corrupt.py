@@ -2,7 +2,7 @@
 
 Every file is read completely before the ranks start. The result is stored in the token cache, keyed by the sizes and
 times of the files, for ranks and later runs. A file is skipped as a whole, so the numbers of the samples do not depend
-on where a reader fails. For token files only headers are checked; `token_file` handles files that break later.
+on where a reader fails. For token files only headers are checked, and `token_file` handles files that break later.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def skipped_files(data: DataConfig, *, reports: bool = False) -> Set[Path]:
-    """Return the corrupt files of data.path, which are skipped and reported; empty if data.corrupt is "fatal".
+    """Return the corrupt files of data.path, which are skipped and reported. There are none if data.corrupt is "fatal".
 
     Raises:
         ConfigError: all files are corrupt, or a source is on the hub.
@@ -78,7 +78,7 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
 
 
 def _validate_files_cached(data: DataConfig, files: list[Path]) -> dict[str, str]:
-    """Return the cached result for these files; without a cached result, read all files and store it."""
+    """Return the cached result for these files, or else read all files and store the result."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = entry_key([FORMAT_VERSION, data.kind, states])
     folders = cache_folders(None)
@@ -95,7 +95,7 @@ def _validate_files_cached(data: DataConfig, files: list[Path]) -> dict[str, str
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """Read a whole file, and return the reason why it is unreadable; empty if it is readable."""
+    """Read a whole file, and return the reason why it is unreadable, or "" if it is readable."""
     from moefold.data.sources.file_formats import ColumnError, jsonl_records
     from moefold.data.sources.table_rows import check_rows_readable
     from moefold.data.sources.text_source import TextFile, check_decodable

@@ -24,7 +24,7 @@ from moefold.remote_path import is_remote
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the source files of the samples in order: named files, and files in named folders.
 
-    Names are as in the recipe; below a folder the relative path is appended, so names are the same on every machine.
+    Names are as in the recipe. Below a folder the relative path is appended, so names are the same on every machine.
     Data sets on the hub have no files. A missing token file that data.corrupt="skip" may skip is included.
 
     Raises:

@@ -44,8 +44,8 @@ class StreamingSampler(Sampler):
         """Start at the first document.
 
         Args:
-            order_key: key of the shuffled order within blocks; None: the order of the data.
-            document_end: id that ends a document, for document numbers; -1: no document ids.
+            order_key: key of the shuffled order within blocks. None: the order of the data.
+            document_end: id that ends a document, for document numbers. -1: no document ids.
         """
         self.seq_len = seq_len
         self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))
@@ -61,7 +61,7 @@ class StreamingSampler(Sampler):
         return NUM_SAMPLES
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run; continue reading up to its block."""
+        """Return sample `index` of the run, after reading up to its block."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         block, place = divmod(index, self.block_samples)
@@ -133,7 +133,7 @@ class StreamingSampler(Sampler):
         return self._queue[0]
 
     def _refill(self) -> bool:
-        """Tokenise more documents; at the end of the data, start the next epoch. Return whether there were any."""
+        """Tokenise more documents, from the next epoch at the end of the data, and return whether there were any."""
         texts: list[str] = []
         states = []
         size = 0

@@ -22,7 +22,8 @@ from moefold.message_text import Problem, Setting
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""
 MAX_COUNTDOWN_NUMBER = 20
-"""Largest number: with 9, three numbers have 1,959 problems, which a small model memorises; with 20, 13,633."""
+"""Largest number. With 9, three numbers have 1,959 problems, which a small model memorises. With 20 they have
+13,633."""
 MAX_COUNTDOWN_TARGET = 99
 _MAX_ATTEMPTS = 10_000
 _HASH_RANGE = 2**32
@@ -71,7 +72,7 @@ def countdown_problem(draw: Draw, size: int) -> TaskProblem:
 
 
 def _random_expression(draw: Draw, numbers: Sequence[int]) -> tuple[str, int]:
-    """Combine numbers in their order by random operators, left to right; products take parentheses around sums."""
+    """Combine numbers in their order by random operators, left to right. Products take parentheses around sums."""
     text = str(numbers[0])
     value = numbers[0]
     is_sum = False
@@ -110,7 +111,7 @@ def draw_numbers(key: int) -> Draw:
 
 
 class Problems:
-    """The problems of a task, by number; endless."""
+    """The endless problems of a task, by number."""
 
     def __init__(self, data: DataConfig, seed: int, *, is_validation: bool) -> None:
         """Select the training or the held-out problems, which are the same for every run.seed."""
@@ -121,7 +122,7 @@ class Problems:
         self._is_validation = is_validation
 
     def problem(self, number: int) -> TaskProblem:
-        """Return a problem; raise ConfigError if the task has too few problems to hold some out."""
+        """Return a problem. Raises ConfigError if the task has too few problems to hold some out."""
         for attempt in range(_MAX_ATTEMPTS):
             problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
             digest = hashlib.sha256(problem.prompt.encode()).digest()
@@ -135,7 +136,7 @@ class Problems:
 
 
 NUM_SAMPLES = 2**40
-"""Samples of a task; practically unlimited."""
+"""Samples of a task, practically without limit."""
 _PROBLEMS_A_SAMPLE = 2**20
 
 
@@ -184,7 +185,7 @@ class TaskSampler(Sampler):
 def open_task(
     data: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
 ) -> tuple[TaskSampler, TaskSampler | None]:
-    """Open the training and validation samples of a task for supervised fine-tuning; None without held-out problems.
+    """Open the training samples of a task for supervised fine-tuning, and the validation samples or None.
 
     Raises:
         ConfigError: the tokenizer has no end-of-text token, or a problem does not fit into a sample.
@@ -201,7 +202,7 @@ def open_task(
 
 
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has an end-of-text token, which ends answers; else raise ConfigError."""
+    """Raise ConfigError if a tokenizer has no end-of-text token, which ends answers."""
     if tokenizer.separator_id is None:
         rule = "has no end-of-text token, so no answer would ever end"
         raise ConfigError(Problem("data.tokenizer", data.tokenizer, rule, "name a tokenizer with one, or 'bytes'"))

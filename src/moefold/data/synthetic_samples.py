@@ -12,7 +12,7 @@ _NUM_STRIDES = 4
 
 
 class SyntheticSamples(SampleSource):
-    """Samples that count upwards by a stride, with random jumps; computed on demand.
+    """Samples that count upwards by a stride, with random jumps, computed on demand.
 
     The seed chooses four strides. Each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
     probability 0.1, any token. A model first learns the four successors of each token, and then, with attention, which

@@ -45,7 +45,7 @@ def cached_tokens(
     """Return the .npy file with the tokens of a corpus, from the cache or tokenised now, with separators of documents.
 
     Args:
-        cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
+        cache_dir: cache folder, `default_cache_dir()` for None. If it is not writable, a folder of this user below
             the system's temporary folder is used, with a warning.
 
     Raises:
@@ -69,7 +69,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     ids.
 
     Raises:
-        ConfigError: no folder is writable; and exceptions of `write`.
+        ConfigError: no folder is writable. Exceptions of `write` pass.
     """
     name = f"{key}.npy"
     folders = cache_folders(cache_dir)
@@ -158,11 +158,11 @@ def write_tokens(
     report: Callable[[int], None],
     index: BinaryIO | None = None,
 ) -> tuple[int, int]:
-    """Write the ids of documents, each with its separator, as an .npy file; return the number of ids and of documents.
+    """Write the ids of documents, each with its separator, as an .npy file. Return the number of ids and of documents.
 
     Args:
         report: called with the bytes of source text, some megabytes at a time.
-        index: receives the end of each document, int64; None if there is no index.
+        index: receives the end of each document, int64, or None if there is no index.
     """
     dtype = np.min_scalar_type(max(tokenizer.vocab_size, 1) - 1).newbyteorder("<")
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Token files: .npy, and .bin of bare ids, of Megatron or of llm.c; their headers and their document indices."""
+"""Token files (.npy, and .bin of bare ids, of Megatron or of llm.c), their headers and their document indices."""
 
 import os
 import struct
@@ -137,7 +137,7 @@ def _check_width(path: Path, dtype: np.dtype[np.generic]) -> None:
 
 
 def read_megatron_index(path: Path) -> MegatronIndex | None:
-    """Read the .idx next to a .bin file; None if there is no such file.
+    """Read the head of the .idx next to a .bin file, or return None if there is no such file.
 
     Raises:
         ConfigError: the file is not an index of Megatron, belongs to another file, or leaves out ids of the .bin.
@@ -206,9 +206,9 @@ class TokenFile:
     path: Path
     num_tokens: int
     bin_dtype: np.dtype[np.generic] | None
-    """Dtype of the ids of a raw .bin; None for .npy, whose header has it."""
+    """Dtype of the ids of a raw .bin, or None for .npy, whose header has it."""
     name: str = ""
-    """Name in the recipe; empty: the path is used."""
+    """Name in the recipe. Empty: the path is used."""
     offset_bytes: int = 0
     """Bytes of a .bin before its first id."""
 
@@ -218,7 +218,7 @@ class TokenFile:
         return self.name or str(self.path)
 
     def open(self) -> ShardReader:
-        """Open the file to read ids from it; raise BrokenShardError if the file is missing or has changed."""
+        """Open the file to read ids from it. Raises BrokenShardError if the file is missing or has changed."""
         if self.bin_dtype is not None:
             return ShardReader(self.token_array_spec(self.offset_bytes, self.bin_dtype))
         expected = self.token_array_spec(0, np.dtype(np.uint8))
@@ -263,14 +263,14 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
 
 
 def document_ends_path(path: Path) -> Path:
-    """Return the path of a token file's document index: int64 little-endian, no header; or of Megatron's index."""
+    """Return the path of a token file's document index (little-endian int64 without a header), or of Megatron's."""
     index = path.with_suffix(ENDS_SUFFIX)
     megatron = path.with_suffix(MEGATRON_SUFFIX)
     return megatron if path.suffix == ".bin" and not index.exists() and megatron.exists() else index
 
 
 def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
-    """Open the document index next to a token file; raise ConfigError if it is missing, or belongs to another file."""
+    """Open the document index next to a token file. Raises ConfigError if it is missing, or belongs to another file."""
     index = document_ends_path(path)
     try:
         megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
@@ -287,7 +287,7 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
 
 
 def read_npy_header(path: Path) -> TokenFile:
-    """Read the header of an .npy file of ids; raise ConfigError if it is not one row of integers."""
+    """Read the header of an .npy file of ids. Raises ConfigError if it is not one row of integers."""
     try:
         array = map_npy(path)
     except ValueError as error:

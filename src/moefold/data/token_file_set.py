@@ -36,7 +36,7 @@ class TokenFileSet:
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
-        """Return the files that data.path names, including dropped files; raise ConfigError if there is none."""
+        """Return the files that data.path names, including dropped files. Raises ConfigError if there is none."""
         names = data.paths
         roots = [Path(name) for name in names]
         selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
@@ -62,7 +62,7 @@ def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> 
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:
-    """Return the token files of a new run; data.corrupt="skip" drops files with out-of-vocabulary ids.
+    """Return the token files of a new run. data.corrupt="skip" drops files with out-of-vocabulary ids.
 
     Args:
         skipped: names of files that cannot be read.
@@ -90,7 +90,7 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
     Otherwise the run would read files that the recipe does not name, or renumber its samples: raises ConfigError.
 
     Args:
-        token_file_set: the files in the checkpoint; dropped files are not checked.
+        token_file_set: the files in the checkpoint, of which dropped files are not checked.
         skipped: names of files of data.path that the run never had, or that cannot be read now.
     """
     recorded = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}

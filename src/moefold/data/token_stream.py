@@ -26,11 +26,11 @@ class TokenStream(ABC):
         """Return tokens start .. stop-1, [stop - start]."""
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start]; needs an index."""
+        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start]. This needs an index."""
         raise NotImplementedError
 
     def describe_location(self, token: int) -> str:
-        """Return the file and position of a token, for a message; empty if it is not from a file."""
+        """Return the file and position of a token, for a message, or "" if it is not from a file."""
         return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
@@ -146,7 +146,7 @@ class TokenFileStream(TokenStream):
         """Read up to 16 Mi evenly spread tokens, which finds most out-of-vocabulary ids before a run starts.
 
         Returns:
-            The errors by file name; reading of a bad file stops at its first error.
+            The errors by file name. Reading of a bad file stops at its first error.
         """
         faults: dict[str, BrokenShardError | OutOfVocabError] = {}
         num_probes = min(_MAX_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))

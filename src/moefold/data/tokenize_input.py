@@ -117,12 +117,12 @@ class TextColumn:
     tokenizer: OffsetTokenizer
 
     def check(self, text: str, location: str) -> str:
-        """Return a text if the tokenizer accepts it; else raise ConfigError."""
+        """Return a text if the tokenizer accepts it. Raises ConfigError if not."""
         refuse_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
     def text(self, record: JsonlRecord | None) -> str:
-        """Return the text of a record, "" of an empty line; raise ConfigError if it has no text."""
+        """Return the text of a record, or "" of an empty line. Raises ConfigError if it has no text."""
         return self.check(column_text(record.fields, self.name, record.location), record.location) if record else ""
 
 
@@ -155,7 +155,7 @@ def _documents(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows
 
 
 def _is_input(path: Path, input_format: str, *, is_named: bool) -> bool:
-    """Return whether to read a file; binary files found in a folder are skipped with a warning."""
+    """Return whether to read a file. Binary files found in a folder are skipped with a warning."""
     is_read_as_text = input_format == "text" or (input_format == "auto" and _detect_format(path) == "text")
     if is_named or not is_read_as_text or is_text(path):
         return True

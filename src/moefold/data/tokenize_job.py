@@ -111,7 +111,7 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
 
 @contextlib.contextmanager
 def _lock_output_folder(out: Path) -> Iterator[None]:
-    """Create the output folder and lock it; on exit, remove a new folder that got no shard."""
+    """Create the output folder and lock it. On exit, a new folder that got no shard is removed."""
     is_new = not out.exists()
     had_lock = (out / ".lock").exists()
     with contextlib.ExitStack() as stack:

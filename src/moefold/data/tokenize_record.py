@@ -15,7 +15,7 @@ TOKENIZE_INFO_FILE = "tokenize.json"
 """File with which `moefold tokenize` describes an output folder."""
 
 FORMAT_VERSION = 2
-"""Version of the record; version 1 identified a tokenizer by the bytes of its file."""
+"""Version of the record. Version 1 identified a tokenizer by the bytes of its file."""
 _MISMATCH_MESSAGES = {
     "format": "of another version of this program",
     "tokenizer": "another --tokenizer",
@@ -41,7 +41,7 @@ def check_finished(folder: Path) -> None:
 
 
 def read_tokenize_info(folder: Path) -> dict[str, Any]:
-    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them."""
+    """Return the record of `moefold tokenize` on the token files of a folder, or {} if it did not make them."""
     try:
         return read_json_object(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,10 +55,10 @@ def read_tokenize_info(folder: Path) -> dict[str, Any]:
 def compare_tokenizers(files: Iterable[Path], tokenizer: Tokenizer, name: str) -> str:
     """Compare the tokenizers of token files and of a run, by the facts that determine the ids of a text.
 
-    Bare numbers are not compared; `name` is data.tokenizer, for messages.
+    Bare numbers are not compared. `name` is data.tokenizer, for messages.
 
     Returns:
-        A note if the tokenizer of some files is not known; else empty.
+        A note if the tokenizer of some files is not known, or else "".
 
     Raises:
         ConfigError: files were made with another tokenizer.

@@ -25,9 +25,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None = None
-    """Id appended to every document; None if there is no separator."""
+    """Id appended to every document, or None if there is no separator."""
     bos_id: int | None = None
-    """Declared id for the start of a text; None if there is no such id."""
+    """Declared id for the start of a text, or None if there is no such id."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
     notes: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class OffsetTokenizer(Tokenizer, Protocol):
 
 
 class ByteTokenizer(OffsetTokenizer):
-    """UTF-8 bytes as ids 0 .. 255; byte 0, which does not occur in text, separates documents."""
+    """UTF-8 bytes as ids 0 .. 255. Byte 0, which does not occur in text, separates documents."""
 
     vocab_size = 256
     separator_id: int | None = 0
@@ -88,7 +88,7 @@ class ByteTokenizer(OffsetTokenizer):
         return pairs
 
     def decode(self, ids: ArrayLike) -> str:
-        """Return the text of bytes; invalid UTF-8 and ids above 255 become the replacement character."""
+        """Return the text of bytes. Invalid UTF-8 and ids above 255 become the replacement character."""
         # 0xFF never occurs in UTF-8, so it replaces any id that is not a byte.
         flat = np.asarray(ids, dtype=np.int64).reshape(-1)
         octets = np.where((flat >= 0) & (flat < 256), flat, 0xFF).astype(np.uint8).tobytes()
@@ -110,7 +110,7 @@ class NumberTokenizer(Tokenizer):
         self.identity = f"numbers below {vocab_size}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the numbers of a text, [numbers]; raise ValueError if a word is not a number in [0, vocab_size)."""
+        """Return the numbers of a text, [numbers]. Raises ValueError if a word is not a number in [0, vocab_size)."""
         ids = np.array([int(word) for word in text.split()], dtype=np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(f"ids must be in [0, {self.vocab_size})")
@@ -160,7 +160,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
 
 
 def report_notes(tokenizer: Tokenizer) -> None:
-    """Log the notes on a tokenizer; called once per command."""
+    """Log the notes on a tokenizer. This is called once per command."""
     for note in tokenizer.notes:
         logger.warning("note: %s", note)
 
@@ -190,7 +190,7 @@ def _before_nul(value: Any) -> str | None:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]]:
-    """Return the ids of texts of documents, without separators; see `refuse_nul`."""
+    """Return the ids of texts of documents, without separators. `refuse_nul` says which texts are refused."""
     for text in texts:
         refuse_nul(tokenizer, text, "a text")
     return tokenizer.encode_batch(texts)

@@ -85,7 +85,7 @@ def check_data(request: DataRequest) -> None:
 
 
 def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
-    """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
+    """Return the bytes and separators of the text that data.path names. Counting stops at `stop_at`."""
     roots = data_paths(data.path, "text")
     for root in roots:
         refuse_saved_data_set("data.path", root)

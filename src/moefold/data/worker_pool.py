@@ -27,7 +27,7 @@ def run_tasks(
 
     Args:
         work: called with a task and a function that reports progress. Both must be picklable.
-        num_processes: maximum number of processes; 1 runs the tasks in this process.
+        num_processes: maximum number of processes. 1: the tasks run in this process.
 
     Yields:
         The number of a finished task, and the result of `work`.

@@ -9,7 +9,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def has_stop_string(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> bool:
-    """Return whether the last token completes a stop string; only tokens that can be part of it are decoded."""
+    """Return whether the last token completes a stop string. Only tokens that can be part of it are decoded."""
     # Each token has at least one byte; 4 more bytes, because the first may be part of a character.
     text = tokenizer.decode(tokens[-max(len(stop.encode()) for stop in stops) - 4 :])
     return any(stop in text for stop in stops)
@@ -23,7 +23,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = ()) -> None:
-        """Create a stream; `prefix_ids` are decoding context for the first id and produce no text."""
+        """Create a stream. `prefix_ids` are decoding context for the first id and produce no text."""
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prefix_ids)
         self._emitted_end = len(self._ids)
@@ -32,7 +32,7 @@ class TextStream:
         """Index of the first id that is decoded again, as context for later ids."""
 
     def push(self, token: int) -> str:
-        """Add an id and return the text that is now final; often empty."""
+        """Add an id and return the text that is now final, which is often empty."""
         self._ids.append(token)
         return self._advance(is_end=False)
 

@@ -20,7 +20,7 @@ class TokenDataset:
     """Token ids split into sequences of length S. The shorter tail is used only if `keeps_tail`."""
 
     ids: np.ndarray | ShardReader
-    """Token ids of any integer type, [tokens]; may be a file."""
+    """Token ids of any integer type, [tokens], which may be mapped from a file."""
     seq_len: int
     keeps_tail: bool
 
@@ -86,7 +86,10 @@ def open_ids(path: Path) -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Read all ids of a dataset; raise ConfigError if an id is outside the vocabulary, or there is no full sequence."""
+    """Read all ids of a dataset.
+
+    Raises ConfigError if an id is outside the vocabulary, or there is no full sequence.
+    """
     if dataset.seq_len < 2:
         rule = "must be at least 2: the first token of a sequence is not predicted"
         raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))

@@ -105,7 +105,7 @@ def _as_escaped(escape: Callable[..., object]) -> Callable[..., _Escaped]:
 
 
 def check_escaped(value: object) -> object:
-    """Return a value that a template inserts; a text must have gone through a filter that escapes it."""
+    """Return a value that a template inserts. A text must have gone through a filter that escapes it."""
     assert isinstance(value, int | _Escaped), f"a template inserts {value!r} without a filter"
     return value
 

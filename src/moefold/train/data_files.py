@@ -103,10 +103,10 @@ class RunDataFiles:
         return found, moved_data_message(found, self.order)
 
     def token_files(self, vocab_size: int, meta: CheckpointMeta | None) -> "TokenFileSet | None":
-        """Return the token files of the run, with its dropped files; None for other kinds of data. Collective.
+        """Return the token files of the run, with its dropped files, or None for other kinds of data. Collective.
 
         Args:
-            meta: metadata of the checkpoint whose data the run continues; None for a new run.
+            meta: metadata of the checkpoint whose data the run continues, or None for a new run.
 
         Raises:
             ConfigError: as `build_token_file_set` and `check_same_files`, on rank 0. All files are lost.

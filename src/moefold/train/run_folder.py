@@ -70,9 +70,9 @@ def choose_run_folder(
     2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
        all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
        finished if it has all steps and both run.steps and the parallel mapping are the same too.
-    3. If one of these holds the same run, which ended before its first checkpoint: that folder; the run starts over.
-    4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
-       is there: run.dir, which resumes with the new settings.
+    3. If one of these holds the same run, which ended before its first checkpoint: that folder, and the run starts
+    over. 4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of
+    another run is there: run.dir, which resumes with the new settings.
     5. Otherwise the first free folder of run.dir-2, run.dir-3, ...
 
     Args:

@@ -112,7 +112,7 @@ class StepMeter:
 
     Args:
         clipped: the parameters whose gradients count in the norm, by name.
-        passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
+        passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`, or None with gradients.
     """
 
     def __init__(

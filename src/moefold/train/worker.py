@@ -115,7 +115,7 @@ def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
 
 
 def train_worker(setup: "RunSetup", rank_env: RankEnv, device_type: str) -> int:
-    """Join the job, train and leave; return the exit status of the job."""
+    """Join the job, train and leave, and return the exit status of the job."""
     return train_on_rank(setup, ProgramHooks(), rank_env, device_type).status
 
 

@@ -8,7 +8,7 @@ from moefold.errors import ConfigError
 
 
 def with_all_spellings(hf_config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
+    """Return config.json with each key under both spellings that transformers reads. Refuses two different values."""
     keys = dict(hf_config)
     for alias, name in declared_keys().aliases.get(family, {}).items():
         if keys.get(alias) is None:

@@ -46,7 +46,7 @@ class TemplateLimits:
     memory_bytes: int = 1 << 30
     """Address space of the process, including 30 MB for the interpreter."""
     most_characters: int = 1 << 26
-    """Length of a rendered conversation; equals the maximum bytes of an input line."""
+    """Longest text of a rendered conversation. It equals the longest line of an input in bytes."""
 
 
 BYTES_TEMPLATE = """\
@@ -81,11 +81,11 @@ class ChatRequest:
     messages: Sequence[Message]
     """The turns, each with a `role` and a `content`, in normal form (`parse_messages`)."""
     tools: Any
-    """Descriptions of tools, for templates that support them; None for none."""
+    """Descriptions of tools, for templates that support them. None: there are no tools."""
     location: str
     """FILE:LINE of the conversation, for messages."""
     targets: tuple[int, ...] | None = None
-    """Indices of the messages to train on; None: all messages of the assistant."""
+    """Indices of the messages to train on. None: all messages of the assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class RenderedChat:
     prompts: tuple[str, ...] = ()
     """The text that inference continues for each of these turns."""
     is_marked: bool = False
-    """True if the template marks the assistant's output itself; if not, the prompts determine its beginning."""
+    """True if the template marks the assistant's output itself. If not, the prompts determine its beginning."""
     altered_turn: int = 0
-    """1-based number of a turn that the template writes incompletely because others follow; 0: none."""
+    """1-based number of a turn that the template writes incompletely because others follow. 0: none."""
 
 
 class ChatTemplate:
@@ -120,11 +120,11 @@ class ChatTemplate:
         tool_source: str = "",
         limits: TemplateLimits | None = None,
     ) -> None:
-        """Compile a template; raise ConfigError if a source is not a Jinja template.
+        """Compile a template. Raises ConfigError if a source is not a Jinja template.
 
         Args:
             special_tokens: texts of `bos_token` and similar tokens of the tokenizer.
-            tool_source: the program for conversations with tools; empty: the same.
+            tool_source: the program for conversations with tools. Empty: the same program.
         """
         self.source = source
         self.location = location
@@ -190,7 +190,7 @@ class ChatTemplate:
         return rendered
 
     def render_all(self, conversations: Sequence[ChatRequest]) -> Iterator[RenderedChat | ConfigError]:
-        """Render conversations in batches; return the error for a conversation that cannot be rendered."""
+        """Render conversations in batches, and return the error for a conversation that cannot be rendered."""
         requests = []
         for conversation in conversations:
             messages = self._join_parts(conversation.messages, conversation.tools)
@@ -222,7 +222,8 @@ class ChatTemplate:
 
         Args:
             location: description of the conversation, for messages.
-            add_generation_prompt: whether a new assistant turn begins after the last one; if not, that stays open.
+            add_generation_prompt: whether a new assistant turn begins after the last one. If not, the last one stays
+                open.
             variables: other variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -269,7 +270,7 @@ class ChatTemplate:
         return self._list_roles[key]
 
     def _render_probe(self, role: str, content: Any, has_tools: bool) -> str:
-        """Render a short conversation with a content for a role; return "" if the template refuses it."""
+        """Render a short conversation with a content for a role, or return "" if the template refuses it."""
         turns: dict[str, Any] = {"user": "question", "assistant": "answer"}
         turns = {role: content, **turns} if role in ("system", "developer") else {**turns, role: content}
         messages = [{"role": name, "content": text} for name, text in turns.items()]
@@ -336,7 +337,7 @@ def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[fr
     """Return the end of the assistant's turn: a single token, or else a stop string of several tokens.
 
     Returns:
-        (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
+        (end-of-turn ids, stop string), both empty if the template has no end-of-turn marker.
 
     Raises:
         ConfigError: the template refuses a conversation of a question and an answer.

@@ -77,7 +77,7 @@ class ConversationReader:
     """Part of the name of the cache entry, which differs for different conversations."""
     read: Callable[[Iterator[JsonlRecord]], Iterator[ConversationToRender]]
     read_alone: Callable[[JsonlRecord], Sequence[ConversationToRender]] | None = None
-    """Returns the conversations that depend only on one row; None: `read` does."""
+    """Returns the conversations that depend only on one row. None: `read` does that."""
 
     def of_row(self, record: JsonlRecord) -> Sequence[ConversationToRender]:
         """Return the conversations that depend only on one row."""
@@ -136,7 +136,7 @@ def open_conversations(
     """Open the conversations that data.path names, except skipped files. The first call tokenises them.
 
     Args:
-        reader: conversion of rows to conversations; None if each row is a conversation.
+        reader: conversion of rows to conversations, or None if each row is a conversation.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
@@ -212,7 +212,7 @@ class Tokenization:
     report: RowReport
 
     def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
-        """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
+        """Tokenise conversations, grouped by their rows, as `tokenize_conversations` does."""
         requests = [conversation.request() for conversation in conversations]
         return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
 
@@ -237,7 +237,7 @@ def usable_records(files: Sequence[Path], reader: ConversationReader, job: Token
 def _write_conversations(
     file: BinaryIO, conversations: Iterator[ConversationToRender], job: Tokenization, progress: ReadProgress
 ) -> int:
-    """Write the flagged ids of all conversations as an .npy file; return their number."""
+    """Write the flagged ids of all conversations as an .npy file, and return their number."""
     dtype = np.dtype("<u4")
     file.write(npy_header(dtype, 0))
     num_tokens = 0

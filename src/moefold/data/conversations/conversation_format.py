@@ -33,7 +33,7 @@ SHAREGPT_ROLES = {
 
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning in a message; templates read the first name, gpt-oss's templates the second."""
+"""Names of the reasoning in a message. Templates read the first name, gpt-oss's templates the second."""
 _TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 """Test for null content in a template."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
@@ -57,11 +57,11 @@ class Conversation:
 def parse_conversation(record: JsonlRecord) -> Conversation:
     """Parse a record in one of four formats, which are detected by their fields in this order.
 
-    {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
-    Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction. {"prompt", "response"}
-    (or "completion"): two texts, or, as in TRL, two lists of messages. Only the completion is trained. In each format a
-    text "system" precedes the messages. A field with a part of the conversation that no template gets, such as
-    "images", is refused, and others are ignored. Other fields of a message are passed to the template.
+    {"messages": [{"role", "content"}, ...], "tools": ...}. ShareGPT: {"conversations": [{"from", "value"}, ...]}.
+    Alpaca: {"instruction", "input", "output"}, where a nonempty input is appended to the instruction. {"prompt",
+    "response"} (or "completion"): two texts, or, as in TRL, two lists of messages. Only the completion is trained. In
+    each format a text "system" precedes the messages. A field with a part of the conversation that no template gets,
+    such as "images", is refused, and others are ignored. Other fields of a message are passed to the template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text. The message has its
@@ -180,7 +180,7 @@ def parse_tools(record: JsonlRecord) -> Any:
 
 
 def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
-    """Return the messages of a ShareGPT record; turns with "role" and "content" are also accepted."""
+    """Return the messages of a ShareGPT record. Turns with "role" and "content" are also accepted."""
     turns = fields["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
@@ -212,7 +212,7 @@ def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any]
 
 
 def parse_messages(messages: object, location: str) -> Conversation:
-    """Return a list of messages in normal form; raise ConfigError if one has no role or no text."""
+    """Return a list of messages in normal form. Raises ConfigError if one has no role or no text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
     parsed = []
@@ -239,7 +239,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
 
 
 def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
-    """Check that the chat template, of this source, names the roles; raise ConfigError if it does not.
+    """Raise ConfigError if the source of a chat template does not name the roles of the messages.
 
     For other roles a template writes nothing, or no turn to train on. The messages are in normal form.
     """
@@ -254,7 +254,7 @@ def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str
 
 
 def _parse_weight(message: dict[str, Any], place: str) -> bool:
-    """Remove the weights of a message; return whether its answer is trained."""
+    """Remove the weights of a message, and return whether its answer is trained."""
     is_trained = True
     for name in _WEIGHT_FIELDS:
         if name not in message:

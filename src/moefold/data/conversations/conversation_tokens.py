@@ -38,7 +38,7 @@ class TokenizedConversation:
 
 
 class RowReport:
-    """Notes on the rows of conversations, with the first row of each kind; unusable rows raise unless it `skips`."""
+    """Notes on the rows of conversations, with the first row of each kind. Unusable rows raise unless it `skips`."""
 
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
@@ -101,7 +101,7 @@ def tokenize_conversations(
     """Render and tokenise conversations, and find their targets. A row's conversations are consecutive.
 
     Yields:
-        The tokens of each conversation; None for a conversation of a skipped row.
+        The tokens of each conversation, or None for a conversation of a skipped row.
 
     Raises:
         ConfigError: a conversation cannot be used, unless the report skips such rows.
@@ -163,7 +163,7 @@ def _encode_prompts(
 def _checked(
     chat: RenderedChat | ConfigError, req: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> RenderedChat:
-    """Return a rendered conversation; raise ConfigError if it was not rendered, or its text cannot be tokenised."""
+    """Return a rendered conversation. Raises ConfigError if it was not rendered, or its text cannot be tokenised."""
     template.check_roles(req)
     if isinstance(chat, ConfigError):
         raise chat
@@ -203,7 +203,7 @@ def is_each_tool_written(tools: Sequence[object], text: str, source: str) -> boo
 
 
 def _tool_name(tool: object) -> str:
-    """Return the name of a described tool; empty if the description has an unknown form."""
+    """Return the name of a described tool, or "" if the description has an unknown form."""
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     name = inner.get("name") if isinstance(inner, Mapping) else inner
     return name if isinstance(name, str) else ""
@@ -236,13 +236,13 @@ def _common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
 
 
 class SkippedRows:
-    """Count of skipped rows; without `skips`, an unusable row raises its error."""
+    """Count of skipped rows. Without `skips`, an unusable row raises its error."""
 
     def __init__(self, *, skips: bool) -> None:
         self.skips = skips
         self.count = 0
         self.first = ""
-        """Error of the first skipped row; empty if there is none."""
+        """Error of the first skipped row, or "" if there is none."""
 
     def refuse(self, error: ConfigError) -> None:
         """Count an unusable row, or raise its error."""
@@ -252,7 +252,7 @@ class SkippedRows:
         self.count += 1
 
     def note(self) -> str:
-        """Return a message with the number and the first error; empty if there is none."""
+        """Return a message with the number and the first error, or "" if there is none."""
         rows = "row" if self.count == 1 else "rows"
         return (
             f"{Setting('data.skip_bad_rows')}: {self.count:,} {rows} skipped; the first: {self.first}"

@@ -56,7 +56,9 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
 
 
 def override_want(stored: RewardPrompt | None, option: str) -> RewardPrompt | None:
-    """Return the reward prompt after an option of a command: a number; "none": prompts are unchanged; "": as stored.
+    """Return the reward prompt after an option of a command.
+
+    The option is a number, "none" for unchanged prompts, or "" for the reward that is stored.
 
     Raises:
         ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.

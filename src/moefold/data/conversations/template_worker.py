@@ -2,9 +2,8 @@
 
 It imports only Jinja and the standard library. A template of a tokenizer is untrusted. Jinja's sandbox prevents access
 to files and Python objects, but not endless loops and texts. The template therefore runs in a separate process, with
-limits on memory and on the CPU time of each conversation.
-
-`limited_worker.py` runs it. The first request compiles the template; all other requests render conversations.
+limits on memory and on the CPU time of each conversation. `limited_worker.py` runs it. The first request compiles the
+template, and all others render conversations.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ Answer = dict[str, Any]
 Message = dict[str, Any]
 Render = Callable[[Mapping[str, Any]], str]
 _PROBE = "\ue000\ue001\ue002"
-"""Content for finding the place of a turn; conversations do not contain it, and templates do not strip it."""
+"""Content for finding the place of a turn. Conversations do not contain it, and templates do not strip it."""
 
 
 class TemplateRenderError(Exception):
@@ -81,7 +80,7 @@ class _Conversation:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first messages, and the character spans between the marks of the template.
 
-        `prompts` adds the generation prompt; `messages` replace the conversation's.
+        `prompts` adds the generation prompt, and `messages` replace the messages of the conversation.
         """
         values = {
             "messages": (self._messages if messages is None else messages)[:count],

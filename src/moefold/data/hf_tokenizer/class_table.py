@@ -49,7 +49,7 @@ class ClassTable:
         return cls(**{**table, "distrusted_model_types": tuple(table["distrusted_model_types"])})
 
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:
-        """Return the name of the class that `AutoTokenizer` chooses, without "Fast"; `PLAIN`: no family.
+        """Return the name of the class that `AutoTokenizer` chooses, without "Fast", or `PLAIN` for no family.
 
         The settings are tokenizer_config.json, the config is config.json of the model or empty.
         """
@@ -70,7 +70,7 @@ class ClassTable:
         return PLAIN if name in PLAIN_CLASSES or name not in self.known else name
 
     def rebuilt(self, name: str, settings: Mapping[str, Any]) -> TokenizerClass | None:
-        """Return the parts of a class with the settings of tokenizer_config.json; None if the table lacks the class."""
+        """Return the parts of a class with the settings of tokenizer_config.json, or None if the table lacks it."""
         entry = self.classes.get(name)
         if entry is None:
             return None
@@ -86,5 +86,5 @@ def _class_name(name: object) -> str:
 
 
 def form_key(switches: Mapping[str, Any]) -> str:
-    """Return the key of a form: the given switches in order; values that are not booleans become null."""
+    """Return the key of a form: the given switches in order, with null for values that are not booleans."""
     return json.dumps({name: value if value in (True, False) else None for name, value in sorted(switches.items())})

@@ -1,10 +1,10 @@
 """Reader of a tokenizer folder: ids, special tokens, chat templates and ends, like transformers.
 
-`read_tokenizer_folder` reads every file that `AutoTokenizer` uses: tokenizer.json, or vocab.json and merges.txt;
-tokenizer_config.json, special_tokens_map.json and added_tokens.json; chat_template.jinja and additional_chat_templates.
-It reads config.json too, which may choose the class of the tokenizer, and generation_config.json for the ends of a
-text. No code of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the
-declarations to it.
+`read_tokenizer_folder` reads every file that `AutoTokenizer` uses: tokenizer.json (or vocab.json and merges.txt),
+tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.jinja and additional_chat_templates. It
+reads config.json too, which may choose the class of the tokenizer, and generation_config.json for the ends of a text.
+No code of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the declarations
+to it.
 """
 
 import re
@@ -45,7 +45,7 @@ TEMPLATE_DIR = "additional_chat_templates"
 SLOW_FILES = ("vocab.json", "merges.txt")
 """Files of a byte-pair encoder without a tokenizer.json."""
 UNREAD_FILES = ("*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Patterns of vocabularies that are not read, except vocab.json with merges.txt; transformers converts them."""
+"""Patterns of vocabularies that are not read, except vocab.json with merges.txt. transformers converts them."""
 _VERSIONED_FILE = re.compile(r"tokenizer\..*\.json")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
@@ -71,7 +71,7 @@ class TokenizerFolder:
     process: TokenizerProcess
     """The tokenizer, with the declared tokens, parts and post-processor."""
     vocab_size: int
-    """One more than the largest id; 0 for an empty vocabulary."""
+    """One more than the largest id, or 0 for an empty vocabulary."""
     added_ids: tuple[int, ...]
     """Ids of the tokens that divide a text before it is tokenised, in order."""
     ids: Mapping[str, int]
@@ -113,7 +113,7 @@ class TokenizerFolder:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Return the tokenizer.json of a folder, else its vocab.json; the path itself if it is a file."""
+    """Return the tokenizer.json of a folder, or else its vocab.json. A path of a file is returned unchanged."""
     if not path.is_dir():
         return path
     slow = path / SLOW_FILES[0]
@@ -296,7 +296,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
 
 
 def read_template(file: Path) -> str:
-    """Return the source of a chat template; raise ConfigError if the file cannot be read, or is not text."""
+    """Return the source of a chat template. Raises ConfigError if the file cannot be read, or is not text."""
     try:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -304,7 +304,7 @@ def read_template(file: Path) -> str:
 
 
 def declared_ends(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a generated text, of generation_config.json, else of config.json; may be empty.
+    """Return the ids that end a generated text, of generation_config.json or else of config.json. There may be none.
 
     Raises:
         ConfigError: eos_token_id is neither an id nor a list of ids.
@@ -322,7 +322,7 @@ def declared_ends(folder: Path) -> tuple[int, ...]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; empty if the file does not exist."""
+    """Return the object of a JSON file, or {} if the file does not exist."""
     try:
         return read_json_object(file, MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -332,7 +332,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def has_same_content_hash(first: Path, second: Path) -> bool:
-    """Return whether two tokenizers have the same content hash; raise ConfigError if one cannot be read."""
+    """Return whether two tokenizers have the same content hash. Raises ConfigError if one cannot be read."""
     first_hash, second_hash = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
     return first_hash == second_hash
 
@@ -346,7 +346,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
-        """Load a tokenizer.json, or a folder with one; raise ConfigError if it is missing or not a tokenizer."""
+        """Load a tokenizer.json, or a folder with one. Raises ConfigError if it is missing or not a tokenizer."""
         self._limits = limits
         self.folder = read_tokenizer_folder(path, limits)
         """Declarations of the files."""
@@ -394,6 +394,6 @@ class JsonTokenizer:
             return self._process.decode(flat)
 
     def token_table(self) -> TokenTable:
-        """Return the table of the text of each id; takes about a second for a large vocabulary."""
+        """Return the table of the text of each id. It takes about a second for a large vocabulary."""
         with translate_tokenizer_errors(self._file, "cannot list its tokens"):
             return TokenTable(*self._process.pieces())

@@ -32,7 +32,7 @@ class TokenizerLimits:
     cpu_s: float = 60.0
     """CPU time of a request, in addition to `cpu_s_per_byte`."""
     cpu_s_per_byte: float = 20e-6
-    """CPU time of a byte of text; byte pair encoding takes 0.2e-6 to 2e-6."""
+    """CPU time of a byte of text. Byte pair encoding takes 0.2e-6 to 2e-6."""
     memory_bytes: int = 1 << 30
     """Memory in addition to file and text."""
     memory_per_file_byte: int = 32
@@ -47,7 +47,7 @@ class TokenizerProcess:
     """A tokenizer in a subprocess with limited memory and time. Threads may share it."""
 
     def __init__(self, read: Callable[[], Sequence[bytes]], limits: TokenizerLimits) -> None:
-        """Start the process and load the tokenizer in it; raise TokenizerError if the content is not a tokenizer.
+        """Start the process and load the tokenizer in it. Raises TokenizerError if the content is not a tokenizer.
 
         `read` returns a tokenizer.json, or a vocab.json and a merges.txt. It is called for each start of the process.
         """
@@ -67,16 +67,16 @@ class TokenizerProcess:
         """True if the file names a byte-level part."""
 
     def declare(self, declarations: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply the declarations of the files next to a tokenizer; called once, before any text.
+        """Apply the declarations of the files next to a tokenizer. This is called once, before any text.
 
         Args:
-            declarations: `settings`, `tokens_map` and `added_tokens`, as in their files; the `class` that rebuilds the
-                tokenizer, or None; `is_slow`: it has no tokenizer.json; `asked_tokens` and `asked_ids`: tokens and ids
+            declarations: `settings`, `tokens_map` and `added_tokens`, as in their files, and the `class` that rebuilds
+                the tokenizer, or None. `is_slow`: it has no tokenizer.json. `asked_tokens`, `asked_ids`: tokens and ids
                 to look up.
 
         Returns:
-            `special_tokens` by name; the `ids` of special and asked tokens in the vocabulary; asked ids in the
-            vocabulary, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
+            `special_tokens` by name, the `ids` of special and asked tokens in the vocabulary, `known_ids` (the asked
+            ids that are in it), `vocab_size` (one more than the largest id) and `added_ids`.
         """
         self._declarations = json.dumps(declarations).encode()
         self._base_bytes += self._limits.memory_per_file_byte * len(self._declarations)
@@ -102,7 +102,7 @@ class TokenizerProcess:
                 yield numbers[first:end], pairs
 
     def decode(self, ids: NDArray[np.int64]) -> str:
-        """Return the text of ids; ids that are not tokens are ignored."""
+        """Return the text of ids. Ids that are not tokens are ignored."""
         clipped = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
         return self._ask({"do": "decode"}, clipped.tobytes())[1].decode()
 
@@ -177,6 +177,6 @@ class TokenTable:
     """Table of the text of each id of a tokenizer."""
 
     pieces: Sequence[bytes]
-    """Bytes of each id, [ids]; empty for ids that are not tokens."""
+    """Bytes of each id, [ids]. Ids that are not tokens have none."""
     special_ids: frozenset[int]
     """Ids of the tokens that are marks, not text."""

@@ -43,7 +43,7 @@ class TokenizerWorker:
     """True if spaces before punctuation are removed from the text of ids."""
 
     def load(self, request: dict[str, Any], payload: bytes) -> Answer:
-        """Load a tokenizer.json, or vocab.json and merges.txt; return the class of its model."""
+        """Load a tokenizer.json, or vocab.json and merges.txt, and return the class of its model."""
         files = _split(payload, request["sizes"])
         if len(files) == 1:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[0])
@@ -215,7 +215,7 @@ def _texts(extra: Any) -> set[str]:
 
 
 def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
-    """Give a tokenizer the declared parts, tokens and post-processor; return the special tokens by name."""
+    """Give a tokenizer the declared parts, tokens and post-processor, and return the special tokens by name."""
     tokens = _Tokens(backend, declarations)
     settings, rebuilt = declarations["settings"], declarations["class"]
     if rebuilt:
@@ -237,7 +237,7 @@ def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str
 
 
 def _cleans_up(settings: Mapping[str, Any], *, is_bpe: bool) -> bool:
-    """Return whether transformers removes spaces before punctuation; for byte-pair encoders a second key decides."""
+    """Return whether transformers removes spaces before punctuation. For byte-pair encoders a second key decides."""
     key = "clean_up_tokenization_spaces"
     return bool(settings.get(key)) and (not is_bpe or bool(settings.get(f"{key}_{_EVEN_FOR_BPE}")))
 

@@ -31,7 +31,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def text_blocks(file: BinaryIO, path: Path) -> Iterator[str]:
-    """Yield the text of an open file in blocks, without a byte order mark; raise ConfigError if it is not UTF-8."""
+    """Yield the text of an open file in blocks, without a byte order mark. Raises ConfigError if it is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         while block := file.read(_BLOCK_BYTES):
@@ -71,12 +71,12 @@ class JsonStream:
             )
 
     def value(self) -> Any:
-        """Return the next value; raise ConfigError if it is not JSON."""
+        """Return the next value. Raises ConfigError if it is not JSON."""
         self.peek()
         return self._next()[0]
 
     def peek(self) -> str:
-        """Return the next character that is not a space; "" at the end of the file."""
+        """Return the next character that is not a space, or "" at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._position)
             self._position = match.end() if match else self._position
@@ -118,7 +118,7 @@ class JsonStream:
         return self._line
 
     def _fill(self) -> bool:
-        """Read as many characters as are left in the buffer; return whether there were any."""
+        """Read as many characters as are left in the buffer, and return whether there were any."""
         self._count_lines()
         unread = self._text[self._position :]
         blocks = [unread]
@@ -137,7 +137,7 @@ _ARRAY_START = re.compile(rb"\s*\[(?:\s*(?:\{|null|\]|$)|[ \t\r]*\n)")
 
 
 class ColumnError(ConfigError):
-    """Error of a readable file that lacks a column, or has a value in it that is not a text; not a damaged file."""
+    """Error of a readable, undamaged file that lacks a column, or has a value in it that is not a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class JsonlRecord:
     """A JSON object and its location."""
 
     location: str
-    """FILE:LINE, 1-based; for an array also the number of the element."""
+    """FILE:LINE, 1-based, and for an array also the number of the element."""
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
@@ -169,7 +169,7 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def decoded_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, with line ends, without a byte order mark; raise ConfigError if one is not UTF-8."""
+    """Yield the lines of a file, with line ends, without a byte order mark. Raises ConfigError if one is not UTF-8."""
     with open_lines(path) as file, translated_read_errors(path):
         for number, line in enumerate(bounded_lines(file), 1):
             yield _decode_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}")
@@ -200,7 +200,8 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
     Raises:
-        ConfigError: the file is not readable; or a line is not one JSON object in UTF-8, unless `skip` takes the error.
+        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8 and `skip` does not take the
+            error.
     """
     with open_lines(path) as file, translated_read_errors(path):
         is_array = _is_array(file)
@@ -211,10 +212,10 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
 
 
 def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlRecord | None:
-    """Parse line `number` (1-based) of a file; return None if the line is empty.
+    """Parse line `number` (1-based) of a file, and return None if the line is empty.
 
     Args:
-        element: number of an element of an array (1-based; a line may hold several); 0: the whole line.
+        element: number of an element of an array, 1-based, as a line may hold several. 0: the whole line.
 
     Raises:
         ConfigError: the text is not one JSON object in UTF-8.
@@ -275,7 +276,7 @@ def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _repeated_key(text: bytes) -> str:
-    """Return a key that occurs twice in an object, at any depth; empty if there is none."""
+    """Return a key that occurs twice in an object, at any depth, or "" if there is none."""
     repeated: list[str] = []
 
     def check(pairs: list[tuple[str, Any]]) -> None:
@@ -288,7 +289,7 @@ def _repeated_key(text: bytes) -> str:
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
-    """Return the text of one column of an object; raise ColumnError if the column is absent or holds no text."""
+    """Return the text of one column of an object. Raises ColumnError if the column is absent or holds no text."""
     if column not in fields:
         raise ColumnError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
@@ -351,7 +352,7 @@ def open_seekable(path: Path) -> BinaryIO:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """Return the package pyarrow; `path` is for the message if the package is missing."""
+    """Return the package pyarrow. `path` is for the message if the package is missing."""
     try:
         import pyarrow
     except ImportError as error:
@@ -390,7 +391,10 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
 
 
 def python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
-    """Return the values of a part of a column that begins after row `row`; raise ConfigError if a text is not UTF-8."""
+    """Return the values of a part of a column that begins after row `row`.
+
+    Raises ConfigError if a text is not UTF-8.
+    """
     try:
         return list(values.to_pylist())
     except UnicodeDecodeError:

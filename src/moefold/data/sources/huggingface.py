@@ -41,7 +41,7 @@ class TextTable:
     name: str
     """Name in the recipe."""
     path: Path | None
-    """The file or folder; None for a data set on the hub."""
+    """The file or folder, or None for a data set on the hub."""
     split: str
     column: str
     subset: str
@@ -51,8 +51,8 @@ class TextTable:
     def identity(self) -> list[str | int]:
         """Cache key: values that must stay the same for a tokenised copy to stay valid.
 
-        Paths, sizes and times of local files; name and revision of a data set on the hub: without a revision, later
-        changes on the hub are not noticed.
+        It has paths, sizes and times of local files, and name and revision of a data set on the hub. Without a
+        revision, later changes on the hub are not noticed.
         """
         fields: list[str | int] = [self.split, self.column, self.subset]
         if self.path is None:
@@ -63,7 +63,7 @@ class TextTable:
         return fields
 
     def files(self) -> list[Path]:
-        """Return the files of the split, in order; raise ConfigError if the folder lacks the split, or tables."""
+        """Return the files of the split, in order. Raises ConfigError if the folder lacks the split, or tables."""
         assert self.path is not None
         return split_files(self.path, self.split, self.subset) if self.path.is_dir() else [self.path]
 
@@ -71,7 +71,7 @@ class TextTable:
         """Yield the texts from a place on, each with its row number (0-based) and place.
 
         Args:
-            place: a yielded place, JSON-serialisable; None: the first row. It is the number of the file and of the row
+            place: a yielded place, JSON-serialisable. None: the first row. It is the number of the file and of the row
                 in it, or the state of the package for a data set on the hub.
 
         Raises:
@@ -150,7 +150,7 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class TextTables:
-    """Sources in sequence, where each row is a document; input of the token cache and of streaming."""
+    """Sources in sequence, where each row is a document. They are the input of the token cache and of streaming."""
 
     tables: tuple[TextTable, ...]
     kind: str = "huggingface"
@@ -163,7 +163,7 @@ class TextTables:
         return [table.identity for table in self.tables]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents; raise ConfigError if a source is missing, or a row holds no text."""
+        """Yield all documents. Raises ConfigError if a source is missing, or a row holds no text."""
         for text, _ in self.documents(None):
             yield TextChunk(text, ends_document=True, size_bytes=len(text))
 
@@ -187,7 +187,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
     An existing name is a file or folder. Any other name of the form `owner/name` is a data set on the hub.
 
     Raises:
-        ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads; or a key
+        ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads, or a key
             is set that applies to no source.
     """
     names = [name for name in data.paths if name]

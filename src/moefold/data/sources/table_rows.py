@@ -1,4 +1,4 @@
-"""Texts of one column of a table file: parquet, arrow, CSV, TSV, JSON lines, a JSON array; text files by line.
+"""Texts of one column of a table file (parquet, arrow, CSV, TSV, JSON lines, a JSON array), or of a text file by line.
 
 Text stays text: a cell is never interpreted as a number, a date or a missing value. Files are read in parts of bounded
 size, and every error names the file and the row.
@@ -205,7 +205,7 @@ def _json_text(fields: dict[str, Any], column: str, location: str) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether the start of a file is JSON; a line that is longer than the start is a line of JSON lines."""
+    """Return whether the start of a file is JSON. A line that is longer than the start is a line of JSON lines."""
     try:
         parse_json(text)
     except ValueError:
@@ -254,7 +254,7 @@ def is_saved_dataset(path: Path) -> bool:
 def split_files(folder: Path, split: str, subset: str) -> list[Path]:
     """Return the files of a split of a folder, in order.
 
-    The subset is a configuration of its README.md; empty: the default one. Raises ConfigError if there is no such split
+    The subset is a configuration of its README.md. Empty: the default one. Raises ConfigError if there is no such split
     or configuration, or it has no tables.
     """
     if is_saved_dataset(folder):

@@ -65,7 +65,7 @@ class Corpus:
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents in chunks; raise ConfigError if a file is not readable or not UTF-8 text."""
+        """Yield all documents in chunks. Raises ConfigError if a file is not readable or not UTF-8 text."""
         for file in self.files:
             try:
                 yield from _file_chunks(self.kind, file)
@@ -83,7 +83,7 @@ def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -
 
 
 def check_decodable(file: TextFile) -> None:
-    """Decode a text file from start to end; raise ConfigError if it is not readable or not UTF-8 text."""
+    """Decode a text file from start to end. Raises ConfigError if it is not readable or not UTF-8 text."""
     for _ in Corpus("text", (file,)).chunks():
         pass
 

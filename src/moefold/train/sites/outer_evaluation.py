@@ -58,7 +58,7 @@ STEPS = 5
 
 
 class LossSpike:
-    """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
+    """Mean loss of the steps after a round minus the mean of the steps before. `last` is the value of the last round.
 
     Args:
         gap: minimum number of steps between two rounds. No more steps are compared.
@@ -70,7 +70,7 @@ class LossSpike:
         self._before: float | None = None
         self._num_after = 0
         self.last: float | None = None
-        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
+        """Value of the last round. None before the first round, or if fewer steps lie before or after the round."""
 
     def add(self, loss: float) -> None:
         """Add the loss of a step, computed with the weights before it."""
