@@ -148,8 +148,8 @@ def test_full_store_is_an_error(server, monkeypatch):
 
 
 def test_an_address_of_a_meeting_point_is_host_and_port():
-    assert parse_address("10.0.0.1:29600", "sites.meet") == ("10.0.0.1", 29600)
-    assert parse_address("[fe80::1]:80", "sites.meet") == ("fe80::1", 80)
+    assert parse_address("10.0.0.1:29600") == ("10.0.0.1", 29600)
+    assert parse_address("[fe80::1]:80") == ("fe80::1", 80)
     for text in ("", "host", "host:", ":80", "host:port", f"host:{MAX_STEPS}", "host:0"):
         with pytest.raises(ConfigError, match="must be HOST:PORT"):
-            parse_address(text, "sites.meet")
+            parse_address(text)

@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -31,47 +32,7 @@ fish: add to ~/.config/fish/config.fish
 The script has the keys of this version: print it again after an upgrade.
 """
 
-# In bash, = ends a word: a completion after it is a value of the key in front of it.
-_BASH = """
-_moefold_overrides() {
-  local key="" word="$1"
-  [[ "$word" == "=" ]] && { key="${COMP_WORDS[COMP_CWORD-1]}"; word=""; }
-  [[ -z "$key" && "${COMP_WORDS[COMP_CWORD-1]}" == "=" ]] && key="${COMP_WORDS[COMP_CWORD-2]}"
-  case "$key" in
-    "") compgen -W @KEYS@ -- "$word" ;;
-@VALUES@
-  esac
-}
-_moefold_complete() {
-  _shtab_moefold
-  [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
-  return 0
-}
-"""
 _BASH_END = "\ncomplete -o bashdefault -F _moefold_complete moefold\n"
-_ZSH = """
-_moefold_overrides() {
-  if [[ "$PREFIX" == *=* ]]; then
-    case "${PREFIX%%=*}" in
-@VALUES@
-      *) _files ;;
-    esac
-  else
-    compadd -S '' -- @KEYS@ || _files
-  fi
-}
-"""
-_FISH = """
-function _moefold_overrides
-  set -l word (commandline -ct)
-  switch $word
-@VALUES@
-    case '*'
-      printf '%s\\n' @KEYS@
-      test -n "$word"; and __fish_complete_path $word
-  end
-end
-"""
 _FISH_PATHS = "  __fish_complete_path (commandline -ct)\n"
 
 
@@ -147,7 +108,8 @@ def _overrides_function(shell: str) -> str:
     """Return the function that completes `section.key=value` in a shell."""
     keys = [f"{section}.{key}=" for section in sections() for key in key_types(section)]
     keys += [f"{path}=" for path in kind_settings()]
-    template = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}[shell]
+    # In bash, = ends a word: a completion after it is a value of the key in front of it.
+    template = (files("moefold.cli") / "completion_scripts" / f"overrides.{shell}").read_text(encoding="utf-8")
     values = "\n".join(_value_case(shell, key, words) for key, words in _key_values())
     joined_keys = " ".join(keys)
     return template.replace("@KEYS@", shlex.quote(joined_keys) if shell == "bash" else joined_keys).replace(

@@ -75,7 +75,8 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     A position is `group:member`: `3:1` is member 1 of group 3 of that axis. With more than 16 nodes, the nodes in the
     middle, which repeat the pattern, are left out.
     """
-    num_nodes = -(-layout.world_size // gpus_per_node)
+    nodes = node_ranks(layout.world_size, gpus_per_node)
+    num_nodes = len(nodes)
     console.print(f"{format_count(layout.world_size, 'rank')} on {format_count(num_nodes, 'node')}", style="bold")
     for name, view in named_views(layout):
         factors = " x ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
@@ -86,8 +87,7 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
         if not shows_all and node == num_nodes - 1:
             group_hint = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
             console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{group_hint} ...")
-        first = node * gpus_per_node
-        _print_node(console, layout, range(first, min(first + gpus_per_node, layout.world_size)), node)
+        _print_node(console, layout, nodes[node], node)
     console.print()
     console.print(_groups_table(layout, gpus_per_node))
 

@@ -129,7 +129,7 @@ def _check_output(args: argparse.Namespace) -> None:
         raise ConfigError(f"--take {args.take} chooses a family of a plan; leave it out, or use --fix")
     if is_other_answer:
         option = "--explain" if args.explain is not None else "--compare-folding"
-        refuse_site_options(args, option, "prices no rounds between sites")
+        refuse_site_options(args, option)
     if args.breakdown and args.explain is not None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 

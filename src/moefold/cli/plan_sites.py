@@ -24,11 +24,14 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--site-latency", type=float, metavar="S", help=help_)
 
 
-def refuse_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
+def refuse_site_options(args: argparse.Namespace, option: str) -> None:
     """Refuse options of sites that have no effect with another option."""
     for name in OPTIONS:
         if getattr(args, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect on {option}, which {reason}; leave it out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on {option}, which prices no rounds between sites; leave it "
+                "out"
+            )
 
 
 def print_site_plan(console: Console, plan: SitePlan) -> None:

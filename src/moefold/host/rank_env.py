@@ -106,14 +106,14 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
     return _parse_skypilot_env(environment)
 
 
-def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+def is_torchrun() -> bool:
     """Return whether an agent of torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in environment
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def master_host(environment: Mapping[str, str] = os.environ) -> str:
+def master_host() -> str:
     """Return the address of rank 0 as its launcher set it, or "" if it set none."""
-    return environment.get("MASTER_ADDR", "")
+    return os.environ.get("MASTER_ADDR", "")
 
 
 def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0) -> None:

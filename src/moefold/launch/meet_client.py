@@ -21,7 +21,7 @@ class MeetError(Exception):
     """The meeting point cannot be reached, or did not answer in time."""
 
 
-def parse_address(text: str, key: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT.
 
     Raises:
@@ -30,7 +30,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(Problem(key, text, "must be HOST:PORT, such as 10.0.0.1:29600"))
+        raise ConfigError(Problem("sites.meet", text, "must be HOST:PORT, such as 10.0.0.1:29600"))
     return host, int(port)
 
 

@@ -159,7 +159,7 @@ STEP = GROUPS[0].metrics
 class DisplayPlaces:
     """Places where a number is shown in addition to metrics.jsonl, the line of a step and the page."""
 
-    chart: str
+    chart: str = ""
     """Group of the number's chart on the board. Empty: no chart."""
     title: str = ""
     """Title of the chart and in `moefold inspect`. Empty: the number's name."""
@@ -178,79 +178,14 @@ TABLES = {
 """Titles of the tables of `moefold inspect` by their keys in `--json`."""
 TRACKED = {"loss_terms": "train/loss_terms", "loss_metrics": "train/loss_metrics", "rl": "rl"}
 """Records whose numbers are all curves of trackers, and the prefix of the curves' names."""
-_RL = "Reinforcement learning"
-_PARTS = "Parts of the loss"
-_RANKS = "Memory and ranks"
 CHARTS = {
-    "rl": _RL, "loss_terms": _PARTS, "loss_metrics": _PARTS, "rank_times": _RANKS, "offload": _RANKS,
-    "replicas": "Replicas", "sites": "Sites",
+    "rl": "Reinforcement learning", "loss_terms": "Parts of the loss", "loss_metrics": "Parts of the loss",
+    "rank_times": "Memory and ranks", "offload": "Memory and ranks", "replicas": "Replicas", "sites": "Sites",
 }  # fmt: skip
 """Groups of the charts of records whose numbers are not in `SHOWN`."""
-SHOWN = {
-    "loss": DisplayPlaces("Training", "loss, nats", "train/loss"),
-    "eval_loss": DisplayPlaces("Training", "held-out loss, nats", "eval/loss"),
-    "grad_norm": DisplayPlaces("Training", "gradient norm", "train/grad_norm"),
-    "lr": DisplayPlaces("Training", "learning rate", "train/lr"),
-    "tokens": DisplayPlaces("", curve="train/tokens"),
-    "tokens_consumed": DisplayPlaces(""),
-    "rl.reward": DisplayPlaces(_RL, table="rl"),
-    "rl.eval_reward": DisplayPlaces(_RL, "held-out reward", table="rl"),
-    "rl.kl": DisplayPlaces(_RL, "KL to the reference, nats"),
-    "rl.length_mean": DisplayPlaces(_RL, "length, tokens", table="rl"),
-    "rl.entropy": DisplayPlaces(_RL, "entropy, nats", table="rl"),
-    "rl.mismatch_mean": DisplayPlaces(_RL, "mismatch, nats", table="rl"),
-    "rl.solved": DisplayPlaces(_RL, "solved groups"),
-    "rl.mixed_groups": DisplayPlaces(_RL, "groups with two rewards"),
-    "rl.clipped": DisplayPlaces(_RL, "clipped tokens"),
-    "rl.ratio_max": DisplayPlaces(_RL, "largest ratio"),
-    "rl.rollout_s": DisplayPlaces(_RL, "sampling, s"),
-    "rl.rollout_tokens_per_s": DisplayPlaces(_RL, "sampled tokens/s"),
-    "step_time_s": DisplayPlaces("Speed", "step, s", "speed/step_time_s"),
-    "tokens_per_s": DisplayPlaces("Speed", curve="speed/tokens_per_s"),
-    "tflops_per_rank": DisplayPlaces("Speed", "TFLOP/s of a rank", "speed/tflops_per_rank"),
-    "mfu": DisplayPlaces("Speed", "MFU", "speed/mfu"),
-    "save_s": DisplayPlaces("Speed", "blocked by saving, s"),
-    "expert_load": DisplayPlaces("Experts", "busiest expert over mean", "moe/worst_expert_load"),
-    "dropped_fraction": DisplayPlaces("Experts", "dropped tokens", "moe/dropped_fraction"),
-    "aux_loss": DisplayPlaces("Experts", "load-balancing loss", "train/aux_loss"),
-    "z_loss": DisplayPlaces("Experts", "router z-loss", "train/z_loss"),
-    "mtp_loss": DisplayPlaces(_PARTS, "multi-token prediction loss, nats", "train/mtp_loss"),
-    "indexer_loss": DisplayPlaces(_PARTS, "loss of the indexers, nats", "train/indexer_loss"),
-    "projected_gradient": DisplayPlaces(_PARTS),
-    "loss_metrics.accuracy": DisplayPlaces(_PARTS, table="preferences"),
-    "loss_metrics.margin": DisplayPlaces(_PARTS, "margin, nats", table="preferences"),
-    "loss_metrics.chosen_reward": DisplayPlaces(_PARTS, "chosen, nats", table="preferences"),
-    "loss_metrics.rejected_reward": DisplayPlaces(_PARTS, "rejected, nats", table="preferences"),
-    "loss_metrics.desirable_reward": DisplayPlaces(_PARTS, "desirable, nats", table="preferences"),
-    "loss_metrics.undesirable_reward": DisplayPlaces(_PARTS, "undesirable, nats", table="preferences"),
-    "memory_gib": DisplayPlaces(_RANKS, "largest peak memory of a rank, GiB", "memory/peak_gib"),
-    "rank_times.own_max_s": DisplayPlaces(_RANKS, "work of the slowest rank, s"),
-    "rank_times.own_median_s": DisplayPlaces(_RANKS, "work of the median rank, s"),
-    "rank_times.own_min_s": DisplayPlaces(_RANKS, "work of the fastest rank, s"),
-    "rank_times.wait_median_s": DisplayPlaces(_RANKS, "wait of the median rank, s"),
-    "rank_times.wait_min_s": DisplayPlaces(_RANKS, "shortest wait of a rank, s"),
-    "rank_times.data_max_s": DisplayPlaces(_RANKS, "longest data loading of a rank, s"),
-    "rank_times.slowest_rank": DisplayPlaces(""),
-    "offload.stored_gib": DisplayPlaces(_RANKS, "offload: stored, GiB"),
-    "offload.kept_gib": DisplayPlaces(_RANKS, "offload: kept, GiB"),
-    "offload.io_s": DisplayPlaces(_RANKS, "offload: transfers, s"),
-    "offload.waited_s": DisplayPlaces(_RANKS, "offload: waits, s"),
-    "attention_max_over_mean": DisplayPlaces("Attention", "busiest rank", "attention/max_over_mean", "attention"),
-    "attention_moved_rows": DisplayPlaces("Attention", "moved rows", "attention/moved_rows", "attention"),
-    "attention_bytes": DisplayPlaces("Attention", "bytes sent", "attention/bytes", "attention"),
-    "sites.difference": DisplayPlaces("Sites", table="sites"),
-    "sites.agreement": DisplayPlaces("Sites", table="sites"),
-    "sites.routing_overlap": DisplayPlaces("Sites", table="sites"),
-    "sites.router_distance": DisplayPlaces("Sites", table="sites"),
-    "sites.spike": DisplayPlaces("Sites", "loss spike", table="sites"),
-}
+SHOWN = {path: DisplayPlaces(**places) for path, places in _TABLE["shown"].items()}
 """Places of the numbers of a step, by path, in the order of the charts. Others have a chart under their name."""
-LAYER_CURVES = {
-    "load": "expert_load", "load_cv": "expert_load_cv", "dead_experts": "dead_experts",
-    "dropped_fraction": "dropped_fraction", "zero_fraction": "zero_expert_fraction", "router_entropy": "router_entropy",
-    "aux_loss": "router_aux_loss", "z_loss": "router_z_loss", "bias_min": "expert_bias_min",
-    "bias_max": "expert_bias_max",
-}  # fmt: skip
+LAYER_CURVES: dict[str, str] = _TABLE["layer_curves"]
 """Curves of the numbers of an MoE layer in trackers."""
 _UNITS = {"_per_s": "/s", "_s": ", s", "_gib": ", GiB", "_bytes": ", bytes"}
 """Units at the ends of names."""

@@ -181,7 +181,7 @@ def check_meeting_point(sites: SitesConfig) -> None:
     from moefold.launch.meet_client import parse_address
     from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 
-    host, _ = parse_address(sites.meet, "sites.meet")
+    host, _ = parse_address(sites.meet)
     if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
         rule = "is another machine, and there is no shared secret"
         way_out = f"name its file with sites.secret, or set {SECRET_VARIABLE}"

@@ -5,7 +5,9 @@ change the answer. Other values, and unknown names, are refused by name.
 """
 
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -39,60 +41,13 @@ MAX_TOOLS = 128
 
 ApiKind = Literal["completion", "chat"]
 
-LABELS = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "cache_salt",
-)
+_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LABELS: Sequence[str] = _TABLES["labels"]
 """Fields that identify the client, which have no effect on the answer."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "detokenize": (True,),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": ({},),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
+NEUTRAL: Mapping[str, Sequence[Any]] = _TABLES["neutral"]
 """Fields of OpenAI and vLLM without an implementation, and their neutral values."""
-
-_WAYS_OUT = {
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "guided_json": "use response_format with json_schema",
-    "structured_outputs": "use response_format with json_schema",
-    "prompt_logprobs": "use echo and logprobs of /v1/completions",
-    "allowed_token_ids": "use logit_bias",
-}
+_UNIONS: Mapping[str, str] = _TABLES["unions"]
+"""Texts of the errors for values that have none of a field's types."""
 
 
 class _Strict(BaseModel):
@@ -277,42 +232,8 @@ def _check_neutral(name: str, value: Any, schema: type[SharedFields]) -> None:
     if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values):
         return
     neutral_values = " or ".join(json.dumps(neutral) for neutral in values)
-    way_out = _WAYS_OUT.get(name, f"leave it out{f', or set {neutral_values}' if neutral_values else ''}")
+    way_out = _TABLES["ways_out"].get(name, f"leave it out{f', or set {neutral_values}' if neutral_values else ''}")
     raise ApiError(f"{name}={_shown(value)} is not supported; {way_out}", param=name)
-
-
-_WORDS = {
-    "missing": "is required",
-    "string_type": "must be a text",
-    "string_unicode": "is not valid Unicode",
-    "string_too_long": "is longer than {max_length} characters",
-    "string_pattern_mismatch": "must match {pattern}",
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "literal_error": "must be {expected}",
-    "none_required": "is not supported; leave it out",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
-}
-"""Text of each kind of error."""
-_UNIONS = {
-    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
-    "stop": "must be a text or a list of texts",
-    "content": 'must be a text, or a list of parts {"type": "text", "text": ...}: this server reads text only',
-    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-    "arguments": "must be a text with a JSON object",
-}
-"""Text of the error for a value that has none of a field's types."""
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -324,7 +245,7 @@ def _api_error(error: ValidationError) -> ApiError:
         return ApiError(f"{_dotted(place)} {_UNIONS[name]}", param=param)
     if first["type"] == "extra_forbidden":
         return ApiError(f"{_dotted(place)} is not supported; leave it out", param=param)
-    words = _WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
+    words = _TABLES["words"].get(first["type"], "is not valid").format(**first.get("ctx", {}))
     value = first["input"]
     value_text = "" if first["type"] == "missing" or isinstance(value, dict | list) else f"={_shown(value)}"
     return ApiError(f"{_dotted(place)}{value_text} {words}", param=param)

@@ -122,7 +122,7 @@ class SiteMeeting:
         self._settings = settings
         self.number = sites.number
         self._rank = rank
-        host, port = parse_address(sites.meet, "sites.meet")
+        host, port = parse_address(sites.meet)
         secret = read_secret(sites.secret, "sites.secret")
         timeout_s = sites.timeout_s + ANSWER_GRACE_S
         self._connection = MeetConnection(host, port, secret, timeout_s) if rank == 0 else None
