@@ -326,7 +326,9 @@ SLOW_ON_A_CPU = ("test_cuda_graphs", "test_deterministic", "test_kernels", "test
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_gpu_tests_pass_on_the_pretended_device():
-    files = [name for name in GPU_TESTS if name not in ("tests/gpu", "tests/ops/triton", "tests/train/test_peak_memory.py")]
+    files = [
+        name for name in GPU_TESTS if name not in ("tests/gpu", "tests/ops/triton", "tests/train/test_peak_memory.py")
+    ]
     files += [f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")
               if path.stem not in SLOW_ON_A_CPU]  # fmt: skip
     plugin = ["-p", "tests.gpu_static.pretended_plugin", "-p", "no:cacheprovider"]
