@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rank_trainer import RankTrainer, build_parser, run_recipe
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.save_load import checkpoint_state
+from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.config.schema import Config
 

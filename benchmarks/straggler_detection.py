@@ -6,7 +6,7 @@
 
 One run has a series of phases: without other load or with processes that each use a core, and with equal ranks or with
 one rank whose compute time is longer by a factor, as on a machine with a lower clock rate. Each phase is evaluated
-separately by `metrics.step_metrics.Stragglers`, with the recipe's faults.straggler_factor.
+separately by `metrics.rank_times.Stragglers`, with the recipe's faults.straggler_factor.
 """
 
 import argparse

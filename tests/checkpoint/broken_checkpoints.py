@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.find_checkpoint import step_path
-from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.load import load_checkpoint
 from moefold.checkpoint.resume import resolve_resume
-from moefold.checkpoint.save_load import load_checkpoint
+from moefold.checkpoint.sample_order import sample_order
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import FORMAT, Config
 from moefold.config.sections.checkpoint import CheckpointConfig

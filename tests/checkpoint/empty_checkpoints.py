@@ -5,7 +5,7 @@ from pathlib import Path
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.sample_order import sample_order
 from moefold.config.model import ModelConfig
 from moefold.config.schema import FORMAT, Config
 from moefold.config.sections.checkpoint import CheckpointConfig

@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
+from moefold.checkpoint.entries import checkpoint_state
+from moefold.checkpoint.load import load_checkpoint
+from moefold.checkpoint.save import write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import DataRequest

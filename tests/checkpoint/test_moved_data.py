@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes
-from moefold.checkpoint.recipe_differences import (
+from moefold.checkpoint.sample_order import (
     SampleOrder,
     data_order_change,
     moved_data_message,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
+from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.peer_snapshot import (
     PeerSnapshots,
     SnapshotLayout,
@@ -17,7 +18,6 @@ from moefold.checkpoint.peer_snapshot import (
     choose_step,
     plan_copies,
 )
-from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.private_torch import without_process_groups

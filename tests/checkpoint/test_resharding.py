@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
-from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
+from moefold.checkpoint.entries import checkpoint_state
+from moefold.checkpoint.load import load_checkpoint
+from moefold.checkpoint.save import write_checkpoint
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.base.part import make_part

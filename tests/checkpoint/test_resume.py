@@ -10,9 +10,9 @@ from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.integrity import quick_validate
 from moefold.checkpoint.manifest import MANIFEST_FILE
-from moefold.checkpoint.recipe_differences import data_order_change, sample_order
 from moefold.checkpoint.resume import find_resume
 from moefold.checkpoint.retention import remove_older
+from moefold.checkpoint.sample_order import data_order_change, sample_order
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.rl import RLConfig
 from moefold.config.sections.run import RunConfig

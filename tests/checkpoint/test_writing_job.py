@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.find_checkpoint import (
     checkpoint_folder,
@@ -32,9 +31,9 @@ from moefold.checkpoint.find_checkpoint import (
     unfinished_checkpoints,
 )
 from moefold.checkpoint.integrity import validate_files
+from moefold.checkpoint.load import load_entries
 from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.safe_metadata import SafeReader
-from moefold.checkpoint.save_load import load_entries
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.checkpoint.writing_job import WRITER_FILE, tmp_checkpoint_path
 from moefold.comm.groups import ParallelGroups, World, current_world
@@ -181,7 +180,7 @@ def _save_while_another_is_suspended(cfg: Config) -> list[str]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_load.dcp, "save", save_in_between)
+        patch.setattr(save.dcp, "save", save_in_between)
         said.append(_save(first, 1, 1.0))
     return [*said, _save(second, 2, 2.0), _save(first, 3, 1.0)]
 

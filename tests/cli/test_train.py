@@ -7,7 +7,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.sample_order import sample_order
 from moefold.cli import command_parser
 from moefold.cli.main import main
 from moefold.config.schema import FORMAT

@@ -10,7 +10,7 @@ import pytest
 from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.recipe_differences import data_order_change, sample_order
+from moefold.checkpoint.sample_order import data_order_change, sample_order
 from moefold.config.base.part import Part, make_part
 from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import read_key

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted, read_meta
-from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
+from moefold.checkpoint.entries import checkpoint_state
+from moefold.checkpoint.save import write_checkpoint
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
 from moefold.config.schema import Config

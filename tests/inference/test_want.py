@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.recipe_differences import data_order_change, sample_order
+from moefold.checkpoint.sample_order import data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.data.conversations.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer import load_tokenizer

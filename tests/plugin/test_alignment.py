@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
-from moefold.checkpoint.recipe_differences import data_order_change, sample_order
+from moefold.checkpoint.sample_order import data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.data.conversations.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.recipe import load_config

@@ -13,7 +13,7 @@ import torch
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.find_checkpoint import complete_checkpoints, locate_checkpoint, step_path
-from moefold.checkpoint.save_load import load_checkpoint
+from moefold.checkpoint.load import load_checkpoint
 from moefold.checkpoint.stored_tensors import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

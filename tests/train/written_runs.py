@@ -6,7 +6,7 @@ from pathlib import Path
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.sample_order import sample_order
 from moefold.config.schema import FORMAT, Config, config_to_dict
 from moefold.data.fingerprint import fingerprint
 from moefold.recipe import load_config

@@ -14,7 +14,8 @@ from moefold.checkpoint.find_checkpoint import (
     wrong_name_reason,
 )
 from moefold.checkpoint.integrity import gather_errors, quick_validate, validate_files
-from moefold.checkpoint.recipe_differences import SampleOrder, data_order_change, model_differences, sample_order
+from moefold.checkpoint.model_differences import model_differences
+from moefold.checkpoint.sample_order import SampleOrder, data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig

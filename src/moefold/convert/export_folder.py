@@ -17,7 +17,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, model_sizes, read
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.integrity import check_integrity
-from moefold.checkpoint.recipe_differences import model_differences
+from moefold.checkpoint.model_differences import model_differences
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import (
     CHUNK_BYTES,

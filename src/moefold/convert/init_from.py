@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.entries import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.find_checkpoint import skipped_checkpoints
 from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
-from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.comm.groups import World, current_world, errors_on_all_ranks
 from moefold.config.model import ModelConfig
 from moefold.config.sections.checkpoint import CheckpointConfig, UpcycleConfig

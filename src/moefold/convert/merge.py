@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.entries import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.integrity import check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
-from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
 from moefold.convert.families.tensor_mapping import Region, Shape

@@ -14,7 +14,7 @@ from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, fol
 from moefold.checkpoint.checkpoint_meta import model_sizes, read_meta
 from moefold.checkpoint.find_checkpoint import locate_checkpoint
 from moefold.checkpoint.integrity import check_file_sizes
-from moefold.checkpoint.recipe_differences import model_differences
+from moefold.checkpoint.model_differences import model_differences
 from moefold.config.base.layer_words import spell_layers
 from moefold.config.base.plugins import MissingPartError
 from moefold.config.edit import edit_model

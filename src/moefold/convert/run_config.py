@@ -6,7 +6,7 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json_object
 from moefold.checkpoint.checkpoint_meta import model_sizes
-from moefold.checkpoint.recipe_differences import model_differences
+from moefold.checkpoint.model_differences import model_differences
 from moefold.config.base.plugins import MissingPartError
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig

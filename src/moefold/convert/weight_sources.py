@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import check_base
+from moefold.checkpoint.entries import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.hashed_files import OrderedHashes
 from moefold.checkpoint.integrity import check_integrity
-from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.comm.sharded_tensor import local_slice, region_of

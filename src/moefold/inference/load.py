@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.checkpoint.save_load import load_weights
+from moefold.checkpoint.load import load_weights
 from moefold.comm.groups import ParallelGroups, current_world, errors_on_all_ranks
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig

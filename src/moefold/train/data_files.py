@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.recipe_differences import (
+from moefold.checkpoint.sample_order import (
     SampleOrder,
     data_order_change,
     dropped_files,

@@ -20,15 +20,9 @@ from moefold.checkpoint.find_checkpoint import (
     named_checkpoints,
     step_of,
 )
-from moefold.checkpoint.recipe_differences import (
-    GIVEN,
-    SampleOrder,
-    data_order_change,
-    model_differences,
-    moved_data_message,
-    sample_order,
-)
+from moefold.checkpoint.model_differences import GIVEN, model_differences
 from moefold.checkpoint.resume import newest_intact_checkpoint
+from moefold.checkpoint.sample_order import SampleOrder, data_order_change, moved_data_message, sample_order
 from moefold.config.base.layer_words import parse_layers, spell_layers
 from moefold.config.base.part import without_source
 from moefold.config.keys.annotations import keys_of_same_run

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
-from moefold.checkpoint.recipe_differences import data_order_change, sample_order
 from moefold.checkpoint.resume import check_compatible, find_resume
 from moefold.checkpoint.run_tokenizer import check_run_tokenizer
+from moefold.checkpoint.sample_order import data_order_change, sample_order
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.sections.data import DataConfig

@@ -18,7 +18,6 @@ from moefold.config.sections.train import TrainConfig
 from moefold.host.memory import peak_resident_gib
 from moefold.metrics.moe_metrics import MoELayerMetrics
 from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
-from moefold.metrics.replica_metrics import ReplicaMetrics
 from moefold.model.loss_metrics import MISMATCH
 from moefold.parallel.gradients import local_norm_sq
 from moefold.parallel.parallel_model import ParallelModel
@@ -28,6 +27,7 @@ from moefold.units import GIB
 if TYPE_CHECKING:
     from moefold.config.groups.optimizer import ForwardPasses, ProjectedGradient
     from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.metrics.replica_metrics import ReplicaMetrics
     from moefold.parallel.memory_tracking import MemoryByPart
     from moefold.parallel.replica_check import HostFact
     from moefold.train.attention_meter import AttentionMeter
@@ -49,7 +49,7 @@ class StepResult:
     expert_load: tuple[float, ...]
     dropped_fraction: float
     moe_layers: tuple[MoELayerMetrics, ...] = ()
-    replicas: ReplicaMetrics | None = None
+    replicas: "ReplicaMetrics | None" = None
     offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
     attention: dict[str, float] = field(default_factory=dict)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.run_states import Record, RunStates
-from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.config.chosen import chosen_in
@@ -135,6 +135,8 @@ class TrainingStep:
     def load_tensors(self, path: Path | None) -> None:
         """Load weights, buffers and moments from a checkpoint. Collective. A new run has its initial weights."""
         if path is not None:
+            from moefold.checkpoint.load import load_checkpoint
+
             load_checkpoint(path, *self._stored(), self.optimizer, self.optimized)
 
     def _stored(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import model_sizes
-from moefold.checkpoint.recipe_differences import model_differences
+from moefold.checkpoint.model_differences import model_differences
 from moefold.config.base.part import describe_part, parts_in
 from moefold.config.base.part_registry import is_built_in
 from moefold.config.load import config_from_dict

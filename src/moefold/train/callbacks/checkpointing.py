@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
-from moefold.checkpoint.recipe_differences import mapping_notes
+from moefold.checkpoint.model_differences import mapping_notes
 from moefold.checkpoint.resume import Resume, resolve_resume
 from moefold.checkpoint.run_states import CALLBACKS, Record
-from moefold.checkpoint.save_load import checkpoint_meta
+from moefold.checkpoint.save import checkpoint_meta
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups, current_world

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.save_load import load_entries
+from moefold.checkpoint.load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
 from moefold.config.sections.rl import RLConfig

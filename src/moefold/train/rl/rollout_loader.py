@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.recipe_differences import sample_order
+from moefold.checkpoint.sample_order import sample_order
 from moefold.comm.trainer_sampler_link import JobLink
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource, open_prompts

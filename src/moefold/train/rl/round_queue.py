@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.save_load import load_entries
+from moefold.checkpoint.load import load_entries
 from moefold.config.sections.rl import RLConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig

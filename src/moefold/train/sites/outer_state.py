@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.save_load import load_entries
+from moefold.checkpoint.load import load_entries
 from moefold.config.model import ModelConfig
 from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.sites import SitesConfig

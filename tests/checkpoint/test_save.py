@@ -21,11 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moefold.checkpoint import save_load
+from moefold.checkpoint import save
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
+from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.resume import resolve_resume
-from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
+from moefold.checkpoint.save import write_checkpoint
 from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config
@@ -58,7 +59,7 @@ def _save_with_slow_rename(cfg: Config) -> bool:
         time.sleep(0.5)
         commit(draft, final)
 
-    with patch.object(save_load, "commit", wait_and_commit):
+    with patch.object(save, "commit", wait_and_commit):
         saved = write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=4, tokens=64)))
     return saved.is_dir()
 
@@ -284,7 +285,7 @@ def _save_over_a_draft(cfg: Config) -> bool:
     left.parent.mkdir(parents=True, exist_ok=True)
     left.touch()
     dist.barrier()
-    delete, save, found = shutil.rmtree, dcp.save, []
+    delete, write, found = shutil.rmtree, dcp.save, []
 
     def delete_slowly(path: Path) -> None:
         time.sleep(0.5)
@@ -292,9 +293,9 @@ def _save_over_a_draft(cfg: Config) -> bool:
 
     def note_and_save(*args: Any, **kwargs: Any) -> Metadata:
         found.append(left.exists())
-        return save(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    with patch.object(shutil, "rmtree", delete_slowly), patch.object(save_load.dcp, "save", note_and_save):
+    with patch.object(shutil, "rmtree", delete_slowly), patch.object(save.dcp, "save", note_and_save):
         _save(cfg, [1])
     return found[0]
 
