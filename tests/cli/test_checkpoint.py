@@ -134,6 +134,15 @@ def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, 
     assert (out.count("\n"), error) == (1, "")
 
 
+def test_verify_names_files_that_do_not_belong_to_a_sound_checkpoint(copy, capsys):
+    checkpoint = copy / "checkpoints" / STEPS[0]
+    for name in ("__9_9.distcp", "notes.txt"):
+        (checkpoint / name).write_bytes(b"x")
+    assert main(_words("verify", checkpoint)) == 0
+    others = "not in its manifest.json, and not read: __9_9.distcp, notes.txt"
+    assert capsys.readouterr().out == f"{checkpoint}: sound; {others}\n"
+
+
 def test_verify_names_damaged_files(copy, capsys):
     assert main(_words("verify", copy)) == 0
     assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["sound", "sound"]

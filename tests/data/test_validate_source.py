@@ -10,6 +10,7 @@ import pytest
 
 from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest
+from moefold.data.tokenize_input import input_files
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from tests.clock import processor_s
@@ -96,6 +97,15 @@ def _write_data_sets(folder: Path) -> None:
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("saved", "save_to_disk"), ("splits", "save_to_disk"), ("mds", "mosaicml-streaming")]
+)
+def test_tokenize_refuses_data_sets_whose_descriptions_are_json(tmp_path: Path, name: str, message: str):
+    _write_data_sets(tmp_path)
+    with pytest.raises(ConfigError, match=rf"INPUT: .*{name}.* {message}"):
+        input_files([str(tmp_path / name)], "auto", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

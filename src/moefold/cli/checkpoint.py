@@ -21,7 +21,7 @@ from moefold.checkpoint.find_checkpoint import (
     wrong_name_reason,
 )
 from moefold.checkpoint.integrity import quick_validate, validate_content
-from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.checkpoint.manifest import MANIFEST_FILE, file_sizes, read_manifest, validate_hashes
 from moefold.checkpoint.retention import remove_checkpoint
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
@@ -175,7 +175,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     status = 0
     for path in _resolve_checkpoints(arguments.checkpoint):
         faults = _validate_checkpoint(path)
-        print(printable(f"{path}: {'; '.join(faults) if faults else 'sound'}"))
+        print(printable(f"{path}: {'; '.join(faults) if faults else 'sound' + _note_on_other_files(path)}"))
         status |= bool(faults)
     return int(status)
 
@@ -222,6 +222,13 @@ def _rm(arguments: argparse.Namespace) -> int:
         remove_checkpoint(path)
         print(printable(f"removed {path}"))
     return 0
+
+
+def _note_on_other_files(path: Path) -> str:
+    """Return a note on files, but hidden ones, that the manifest of a sound checkpoint does not name; "" for none."""
+    unnamed = file_sizes(path).keys() - read_manifest(path).keys() - {MANIFEST_FILE}
+    others = sorted(name for name in unnamed if not name.startswith("."))
+    return f"; not in its {MANIFEST_FILE}, and not read: {format_list(others)}" if others else ""
 
 
 def _validate_checkpoint(path: Path) -> list[str]:
