@@ -94,6 +94,7 @@ class ActivationMemoryTable:
         self.model_spec = model_spec
         self.workload = workload
         self.columns = columns_of(model_spec.kinds)
+        self._selects_keys = model_spec.config.selected_keys > 0
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = CPU_KERNELS if on_cpu else CUDA_KERNELS
@@ -124,7 +125,7 @@ class ActivationMemoryTable:
 
     def _table_mbs(self, mapping: ParallelMapping) -> int:
         """Return the samples of the tables: 1, or all where a block of selected keys is of one of them."""
-        return mapping.mbs if self.model_spec.config.selected_keys else 1
+        return mapping.mbs if self._selects_keys else 1
 
     def _table_cp(self, mapping: ParallelMapping) -> int:
         return min(mapping.cp, self._max_cp)
