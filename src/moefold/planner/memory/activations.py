@@ -226,6 +226,12 @@ class ActivationMemoryTable:
 
     def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
         """Return the runtime's formula for a mapping, without pipeline stages."""
+        imbalance = self.workload.max_over_mean(mapping.ep)
+        return activation_memory(self._recipe(mapping), recompute, self.kernel_profile, imbalance)
+
+    @memoised(lambda self, m: (m.tp, m.cp, m.ep, m.etp, m.mbs, m.dispatcher))
+    def _recipe(self, mapping: ParallelMapping) -> Config:
+        """Return the recipe with a mapping, without pipeline stages."""
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp")}
         parallel = replace(
             self.cfg.parallel,
@@ -234,8 +240,7 @@ class ActivationMemoryTable:
             pp=1,
             dispatcher=_like_in_memory(mapping.dispatcher),
         )
-        cfg = replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
-        return activation_memory(cfg, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep))
+        return replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:

@@ -1,11 +1,11 @@
 """Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
-A queue holds folds, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The bound has
-the layers of one micro-batch without recomputation and the least bubble, for all folds at once. The search refines the
-lowest bound, for a pair first by its pipelines, data parallelism and optimizer, then by the memory strategies that may
-fit at three snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO
-stages and memory strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all
-snapshots of its step.
+A queue holds pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The bound has the layers
+of one micro-batch without recomputation and the least bubble, for all pairs at once. The search refines the lowest
+bound, first by the pair's pipelines, data parallelism and optimizer, then by the memory strategies that may fit at
+three snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and
+memory strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its
+step.
 
 The search is a beam for each number of pipeline ranks: it looks at the memory of `BEAM` pairs. Mappings with few
 pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far the lowest bound
