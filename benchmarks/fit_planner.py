@@ -217,7 +217,7 @@ def read_samples(paths: list[Path]) -> list[Sample]:
 def log_errors(samples: list[Sample], values: FloatArray) -> FloatArray:
     """Return log(predicted / measured) of each sample, under the exponents of `values`."""
     devices = apply_constants(np.exp(values))
-    for cached in (model_spec.model_spec_from_config, load_model_spec, layer.swiglu_mlp_s):
+    for cached in (model_spec.model_spec_from_config, load_model_spec):
         cached.cache_clear()
     cost_models: dict[tuple[object, ...], CostModel] = {}
     errors = []

@@ -116,7 +116,7 @@ class Planner:
             except ConfigError:
                 # The runtime would refuse the recipe with this strategy, whatever the mapping.
                 continue
-            if planner.space.folds:
+            if planner.space.num_folds:
                 searches[strategy] = planner.own_search
         return DocumentSearch(searches)
 
@@ -139,7 +139,7 @@ class Planner:
     @property
     def num_folds(self) -> int:
         """Number of legal folds."""
-        return len(self.space.folds)
+        return self.space.num_folds
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans that fit, best first; if none fits, only the plan of least memory.
@@ -147,7 +147,7 @@ class Planner:
         Raises:
             ConfigError: no mapping is legal.
         """
-        if not self.space.folds:
+        if not self.space.num_folds:
             raise ConfigError(self.infeasible_reason())
         if count > self._num_requested:
             self._num_requested = count
@@ -186,7 +186,7 @@ class Planner:
 
     def infeasible_reason(self) -> str:
         """Return in one line why no mapping is legal, or why none fits, and a way out."""
-        return self._nothing_fits_message() if self.space.folds else self._nothing_legal_message()
+        return self._nothing_fits_message() if self.space.num_folds else self._nothing_legal_message()
 
     def _nothing_legal_message(self) -> str:
         q = self.request

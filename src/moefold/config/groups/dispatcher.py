@@ -36,7 +36,10 @@ class DispatchSizes:
 
 
 class SentTokens(NamedTuple):
-    """Tokens that a rank sends to experts in a micro-batch, for the price of the exchange. Numbers are means."""
+    """Tokens that a rank sends to experts in a micro-batch, for the price of the exchange.
+
+    Numbers are means. They are arrays where many mappings with the same ep and etp are priced at once.
+    """
 
     tokens: float
     """Tokens of the rank, T."""

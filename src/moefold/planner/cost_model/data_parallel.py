@@ -96,7 +96,7 @@ class GatheredMatrixCost:
         """Return the seconds of the GEMMs and the kernel launches of one matrix."""
         work = self._optimizer.matrix_work(rows, columns)
         launches = len(work.gemms) * work.rounds + work.num_other_kernels
-        gemms_s = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
+        gemms_s: float = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
         return work.rounds * gemms_s + launches * self._device.kernel_gap_s
 
 
@@ -220,7 +220,7 @@ class DataParallelCostModel:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
         passes = self.gemm.memory_bound_s
         if self._gathered_cost is None:
-            return passes(num_owned * dtype_factor * self._update_bytes)
+            return float(passes(num_owned * dtype_factor * self._update_bytes))
         found = 0.0
         for counts, _, has_loss in dict.fromkeys(self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)):
             share = self._gathered_cost.rank_cost(mapping, counts, has_loss)

@@ -4,22 +4,24 @@ The planner's names of the precisions differ from the names in a recipe (`RECIPE
 """
 
 from dataclasses import replace
-from math import ceil
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
+from moefold.planner.cost_model.collective import larger
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 WGRAD_ACCUMULATION_BYTES = 8
 """Memory traffic of a weight gradient that is added to a float32 sum: read and written, 4 bytes each."""
 
 
-LinearTimes = tuple[float, float, float]
-"""Seconds of a linear layer: forward, gradient of its input, and gradient of its weight."""
+LinearTimes = tuple[Any, Any, Any]
+"""Seconds of a linear layer: forward, gradient of its input, and gradient of its weight, numbers or arrays."""
 
 
 def sum_times(*times: LinearTimes) -> LinearTimes:
@@ -29,7 +31,7 @@ def sum_times(*times: LinearTimes) -> LinearTimes:
 
 
 class GemmCost:
-    """Cost model of GEMMs on one device in one precision.
+    """Cost model of GEMMs on one device in one precision. Sizes are numbers, or arrays of many mappings.
 
     Raises:
         ConfigError: the device has no matrix units for the precision, or no known rate for the compute type.
@@ -50,7 +52,7 @@ class GemmCost:
         self.quantize_bytes = 0.0 if precision == "bf16" else device.quantize_passes.get(precision, 4.0)
         self.fuses_grouped_gemm = workload.fused_experts and precision == "mxfp8"
 
-    def matmul_s(self, rows: float, columns: int, depth: float, *, groups: int = 1, fused: bool = False) -> float:
+    def matmul_s(self, rows: Any, columns: Any, depth: float, *, groups: int = 1, fused: bool = False) -> Any:
         """Return the seconds of a GEMM of [rows, depth] and [depth, columns], or of a grouped GEMM.
 
         With `groups` each group has rows/groups rows. A partly filled wave counts as half a wave, the average.
@@ -58,7 +60,7 @@ class GemmCost:
         moved = self.element_bytes * (rows * depth + groups * depth * columns) + self.value_bytes * rows * columns
         return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
 
-    def linear_s(self, rows: float, inputs: int, outputs: int, *, groups: int = 1, fused: bool = False) -> LinearTimes:
+    def linear_s(self, rows: Any, inputs: Any, outputs: Any, *, groups: int = 1, fused: bool = False) -> LinearTimes:
         """Return the seconds of the three GEMMs of a linear layer, or of `groups` with a part of the rows each.
 
         The weight gradient is added to a float32 sum.
@@ -70,26 +72,32 @@ class GemmCost:
             self._tiled_s((inputs, outputs, rows / groups), groups, moved, fused=fused),
         )
 
-    def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
+    def _tiled_s(self, sizes: tuple[Any, Any, Any], groups: int, moved_bytes: Any, *, fused: bool) -> Any:
         """Return the seconds of GEMMs [rows, inner] x [inner, columns]: tiles in waves, or memory traffic if slower."""
         device = self.device
         (rows, columns, inner) = sizes
-        if min(sizes) <= 0:
+        # Arrays have no empty GEMMs.
+        if any(not isinstance(size, np.ndarray) and size <= 0 for size in sizes):
             return 0.0
-        tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
+        tiles = groups * _round_up(rows / device.tile_rows) * _round_up(columns / device.tile_columns)
         work = 2.0 * device.tile_rows * device.tile_columns * (inner + device.half_depth) * tiles
         rate = self.flops_per_s * device.grouped_fraction if groups > 1 else self.flops_per_s
         # The last wave is half empty on average. Expert GEMMs in separate kernels each end with such a wave.
         waves = 1.0 + 0.5 * device.multiprocessors * (1 if fused else groups) / tiles
-        return max(work * waves / rate, moved_bytes / self.bytes_per_s)
+        return larger(work * waves / rate, moved_bytes / self.bytes_per_s)
 
-    def quantize_s(self, elements: float) -> float:
+    def quantize_s(self, elements: Any) -> Any:
         """Return the seconds of casting operands below 16 bits."""
         return elements * self.quantize_bytes / self.bytes_per_s
 
-    def memory_bound_s(self, moved_bytes: float) -> float:
+    def memory_bound_s(self, moved_bytes: Any) -> Any:
         """Return the seconds of a kernel that only moves bytes."""
         return moved_bytes / self.bytes_per_s
+
+
+def _round_up(value: Any) -> Any:
+    """Return the least whole number that is not below a number, or below the numbers of an array."""
+    return -(-value // 1.0)
 
 
 BF16 = "bf16"

@@ -4,14 +4,15 @@ Every method caches its results by the few integers it depends on, so that a sea
 Attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moefold.config.groups.dispatcher import SentTokens, Transfer
+from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.cost.flops import keys_per_token
@@ -24,7 +25,9 @@ from moefold.planner.cost_model.collective import (
     all_gather_s,
     all_to_all_s,
     exchange_s,
+    larger,
     ranks_per_unit,
+    seconds_of_groups,
 )
 from moefold.planner.cost_model.gemm import GemmCost, LinearTimes, sum_times
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -165,7 +168,8 @@ class CostItem(NamedTuple):
     """One timed operation of a layer."""
 
     part: str
-    seconds: float
+    seconds: Any
+    """A number, or an array of many mappings."""
 
     @property
     def is_comm(self) -> bool:
@@ -176,10 +180,10 @@ class CostItem(NamedTuple):
 class DirectionCost(NamedTuple):
     """Seconds of one direction through a layer or one of its blocks, summed by kind."""
 
-    compute_s: float
-    tp_s: float
+    compute_s: Any
+    tp_s: Any
     """Tensor-parallel collectives."""
-    all_to_all_s: float
+    all_to_all_s: Any
     """Expert all-to-all."""
 
     def __add__(self, other: "DirectionCost") -> "DirectionCost":  # type: ignore[override]
@@ -190,16 +194,16 @@ class DirectionCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockTime:
-    """One block of a layer (mixer or feed-forward), in the order of execution."""
+    """One block of a layer (mixer or feed-forward), in the order of execution. Seconds are numbers, or arrays."""
 
     forward: tuple[CostItem, ...] = ()
     backward: tuple[CostItem, ...] = ()
-    wgrad_s: float = 0.0
+    wgrad_s: Any = 0.0
     """Part of the backward pass: weight gradients. No other rank waits for them."""
     kernels: Launches = Launches()
     host_syncs: float = 0.0
     """Number of forward device-to-host syncs. The host launches nothing ahead during one."""
-    recompute: tuple[tuple[str, float], ...] = ()
+    recompute: tuple[tuple[str, Any], ...] = ()
     """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
     `moe` contains expert_activation and shared_experts, `layer` everything."""
 
@@ -213,10 +217,29 @@ class BlockTime:
         """Sums of `backward`."""
         return _sum_direction(self.backward)
 
+    @property
+    def sums(self) -> NDArray[np.float64]:
+        """The sums of both directions, the kernels and the syncs, [9] or [9, mappings]."""
+        values = (*self.forward_cost, *self.backward_cost, *self.kernels, self.host_syncs)
+        return np.array(np.broadcast_arrays(*values), dtype=float)
 
-def stack_blocks(blocks: Sequence[BlockTime], places: Sequence[int]) -> BlockTime:
-    """Return the blocks at some places as one whose sums are arrays, [places]. It cannot be recomputed."""
-    rows: Any = np.array([(*b.forward_cost, *b.backward_cost, *b.kernels, b.host_syncs) for b in blocks])[places].T
+    def at(self, place: int) -> "BlockTime":
+        """Return the block of one of many mappings."""
+
+        def number(value: Any) -> Any:
+            return float(value[place]) if isinstance(value, np.ndarray) else value
+
+        return replace(
+            self,
+            forward=tuple(CostItem(part, number(seconds)) for part, seconds in self.forward),
+            backward=tuple(CostItem(part, number(seconds)) for part, seconds in self.backward),
+            wgrad_s=number(self.wgrad_s),
+            recompute=tuple((part, number(seconds)) for part, seconds in self.recompute),
+        )
+
+
+def block_of_sums(rows: NDArray[np.float64]) -> BlockTime:
+    """Return many blocks as one, from `BlockTime.sums` of each, [9, mappings]. It cannot be recomputed."""
     forward, backward = (
         tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
     )
@@ -239,6 +262,9 @@ class LayerCostModel:
         self.device = device
         self.workload = workload
         self.gemm = GemmCost(device, workload)
+        self._networks: dict[tuple[int, int, int, DispatcherPart], BlockTime] = {}
+        """MoE blocks of a kind with `_token_places`, by ep, etp and dispatcher."""
+        self._token_places: dict[tuple[float, ...], int] = {}
 
     @memoised(lambda self, kind, m, peers=None: (kind, m.tp, m.cp, m.mbs, peers))
     def mixer(self, kind: int, mapping: ParallelMapping, peers: AttentionPeers | None = None) -> BlockTime:
@@ -256,28 +282,65 @@ class LayerCostModel:
             load = loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
         return _MixerCost(self, layer, mapping, load).block_time()
 
-    def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
+    def token_key(self, m: ParallelMapping) -> tuple[float, ...]:
+        """Return the values that decide the tokens of a feed-forward network and the places of its ranks."""
         # cp matters only by the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
-        cp = m.cp if self.workload.is_coupled else 1
+        return m.tp, m.mbs / m.cp, m.cp if self.workload.is_coupled else 1
+
+    def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
         experts = (m.ep, m.etp, m.dispatcher) if self.model_spec.kinds[kind].ffn.is_routed else ()
-        return (kind, m.tp, m.mbs / m.cp, cp, *experts)
+        return (kind, *self.token_key(m), *experts)
 
     @memoised(_feed_forward_key)
     def feed_forward(self, kind: int, mapping: ParallelMapping) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
         part = self.model_spec.kinds[kind].ffn
         if part.routed:
-            return _MoECost(self, part.routed, mapping).block_time()
+            known = self._networks.get((kind, mapping.ep, mapping.etp, mapping.dispatcher))
+            place = self._token_places.get(self.token_key(mapping))
+            if known is not None and place is not None:
+                return known.at(place)
+            return _MoECost(self, part.routed, mapping, mapping.ep, mapping.etp).block_time(mapping.dispatcher)
         return _DenseCost(self, mapping).block_time(part.tp_unit[1]) if part.tp_unit[1] else BlockTime()
 
-    def tokens(self, mapping: ParallelMapping) -> float:
+    def network_sums(
+        self,
+        kind: int,
+        mappings: Sequence[ParallelMapping],
+        degrees: Sequence[tuple[int, int, Sequence[DispatcherPart]]],
+    ) -> dict[DispatcherPart, NDArray[np.float64]]:
+        """Return `BlockTime.sums` of the networks of a kind for each dispatcher, [9, degrees, mappings].
+
+        Args:
+            mappings: mappings with all distinct `token_key`. Their expert degrees do not count.
+            degrees: ep and etp, with the dispatchers to price.
+        """
+        part = self.model_spec.kinds[kind].ffn
+        dispatchers = dict.fromkeys(one for _, _, own in degrees for one in own)
+        if not part.routed:
+            rows = np.array([self.feed_forward(kind, m).sums for m in mappings]).T
+            return dict.fromkeys(dispatchers, np.repeat(rows[:, None], len(degrees), axis=1))
+        self._token_places = {self.token_key(m): i for i, m in enumerate(mappings)}
+        tp, cp, mbs = np.array([(m.tp, m.cp, m.mbs) for m in mappings]).T
+        found = {one: np.full((9, len(degrees), len(mappings)), np.nan) for one in dispatchers}
+        many = ParallelMapping(tp=tp, cp=cp, mbs=mbs)
+        block = _BlockCost(self, many)
+        for i, (ep, etp, own) in enumerate(degrees):
+            cost = _MoECost(self, part.routed, many, ep, etp, block)
+            for one in own:
+                network = self._networks[kind, ep, etp, one] = cost.block_time(one)
+                found[one][:, i] = network.sums
+        return found
+
+    def tokens(self, mapping: ParallelMapping) -> Any:
         """Return the tokens of a micro-batch on the ranks of one tp group."""
         return mapping.mbs * self.workload.seq_len / mapping.cp
 
     def tp_gather(self, mapping: ParallelMapping) -> CostItem:
         """Return the time of an all-gather, or a reduce-scatter, of hidden states over tp."""
         num_bytes = self.tokens(mapping) * self.model_spec.config.hidden_size * self.gemm.value_bytes
-        return CostItem("tp_comm", all_gather_s(self.device, RankGroup(mapping.tp, 1), num_bytes))
+        price = partial(all_gather_s, self.device)
+        return CostItem("tp_comm", seconds_of_groups(price, RankGroup(mapping.tp, 1), num_bytes))
 
 
 class _BlockCost:
@@ -506,12 +569,11 @@ class _DenseCost(_BlockCost):
         )
 
 
-@lru_cache(maxsize=16384)
 def swiglu_mlp_s(
     gemm: GemmCost,
-    num_tokens: float,
+    num_tokens: Any,
     hidden: int,
-    width: int,
+    width: Any,
     num_matrices: int,
     groups: int = 0,
     activation_passes: float = 1.0,
@@ -535,17 +597,30 @@ def swiglu_mlp_s(
 
 
 class _MoECost(_BlockCost):
-    """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert."""
+    """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert.
 
-    def __init__(self, costs: LayerCostModel, part: RoutedPart, mapping: ParallelMapping) -> None:
-        super().__init__(costs, mapping)
+    Args:
+        mapping: a mapping, or many with arrays of tp, cp and mbs. Its expert degrees do not count.
+        block: the sizes and times of the mapping, if they are known.
+    """
+
+    def __init__(
+        self,
+        costs: LayerCostModel,
+        part: RoutedPart,
+        mapping: ParallelMapping,
+        ep: int,
+        etp: int,
+        block: _BlockCost | None = None,
+    ) -> None:
+        self.__dict__.update(vars(block or _BlockCost(costs, mapping)))
         self.part = part
         self.num_matrices = sum(weight.is_expert and weight.is_matrix for weight in part.params(1))
         """3 with a gate (SwiGLU), 2 without."""
         self.top_k = part.mean_active
         """Experts of a token that compute, on average."""
-        self.ep = mapping.ep
-        self.etp = mapping.etp
+        self.ep = ep
+        self.etp = etp
         self.local_experts = max(1, part.num_experts // self.ep)
         self.width = max(1, part.intermediate_size // self.etp)
         self.expert_hidden_size = part.token_size(self.hidden)
@@ -556,11 +631,12 @@ class _MoECost(_BlockCost):
         self.has_fused_activation = part.activation.is_swiglu and not part.bias
         self.fuses_experts = self.has_fused_activation and self.num_matrices == 3 and self.gemm.fuses_grouped_gemm
 
-    def block_time(self) -> BlockTime:
-        gemm = self.gemm
+    @cached_property
+    def _experts_s(self) -> LinearTimes:
+        """The seconds of the routed experts."""
         clamp_factor = UNFUSED_CLAMP_FACTOR if self.workload.unfused_clamp else 1.0
-        experts_s, experts_back_s, weights_s = swiglu_mlp_s(
-            gemm,
+        return swiglu_mlp_s(
+            self.gemm,
             self.expert_tokens,
             self.expert_hidden_size,
             self.width,
@@ -568,13 +644,17 @@ class _MoECost(_BlockCost):
             self.local_experts,
             1.0 if self.has_fused_activation else CLAMPED_SWIGLU_PASSES * clamp_factor,
         )
-        comm = self._ep_comm(gemm.value_bytes)
+
+    def block_time(self, dispatcher: DispatcherPart) -> BlockTime:
+        gemm = self.gemm
+        experts_s, experts_back_s, weights_s = self._experts_s
+        comm = self._ep_comm(dispatcher, gemm.value_bytes)
         router_s = self._router_s()
-        permute = CostItem("permute", self._permute_s())
+        permute = CostItem("permute", self._permute_s(dispatcher))
         forward = [
             CostItem("router", router_s + self.passes_s),
             permute,
-            *self._ep_comm(self.workload.wire.value_bytes(gemm.value_bytes)),
+            *self._ep_comm(dispatcher, self.workload.wire.value_bytes(gemm.value_bytes)),
             CostItem("experts", experts_s),
             *reversed(comm),
             permute,
@@ -590,12 +670,12 @@ class _MoECost(_BlockCost):
         kernels = self._kernel_counts()
         recompute = [self.norm_again, ("expert_activation", self._activation_again_s())]
         if self.part.shared_width:
-            width = max(1, self.part.shared_width // self.tp)
+            width = larger(1, self.part.shared_width // self.tp)
             shared_s, shared_back_s, wgrad_s = swiglu_mlp_s(gemm, self.tokens, self.hidden, width, self.num_matrices)
             shared = [self.gather, CostItem("shared_experts", shared_s), self.gather]
             forward += shared
             backward += [self.gather, CostItem("shared_experts", shared_back_s + wgrad_s), self.gather]
-            weights_s += wgrad_s
+            weights_s = weights_s + wgrad_s
             kernels = kernels.plus(self.kernel_counts("shared_experts"))
             recompute.append(("shared_experts", sum(work.seconds for work in shared)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
@@ -618,7 +698,7 @@ class _MoECost(_BlockCost):
         saved = operands + gemm.value_bytes * (self.num_matrices - 1) * self.width
         return CostItem("permute", gemm.memory_bound_s(2 * self.expert_tokens * saved))
 
-    def _activation_again_s(self) -> float:
+    def _activation_again_s(self) -> Any:
         """Return the seconds of recomputing the experts' activation."""
         gemm = self.gemm
         seconds = gemm.memory_bound_s(self.expert_tokens * self.num_matrices * self.width * gemm.value_bytes)
@@ -643,7 +723,7 @@ class _MoECost(_BlockCost):
         of_expert = EXPERT_KERNELS.plus(CAST_KERNELS) if self.gemm.quantize_bytes > 0 else EXPERT_KERNELS
         return kernels.plus(of_expert, EXPERT_LAUNCH_SHARE * self.local_experts)
 
-    def _router_s(self) -> float:
+    def _router_s(self) -> Any:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.
 
         They read [T, H] once and [T, E] several times.
@@ -654,7 +734,7 @@ class _MoECost(_BlockCost):
         moved = self.local_tokens * (6 * self.hidden + ROUTER_BYTES * experts)
         return flops / rate + self.gemm.memory_bound_s(moved)
 
-    def _permute_s(self) -> float:
+    def _permute_s(self, dispatcher: DispatcherPart) -> Any:
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
         Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them. A rank
@@ -667,16 +747,16 @@ class _MoECost(_BlockCost):
         else:
             is_sorted = self.local_experts == 1 or self.ep * self.etp == 1
             moved = self.routed_tokens + (0.0 if is_sorted else 2 * self.expert_tokens)
-            if self.workload.is_megatron and not self.mapping.dispatcher.kernel_package:
+            if self.workload.is_megatron and not dispatcher.kernel_package:
                 passes = UNFUSED_PERMUTE_PASSES
         token_bytes = self.expert_hidden_size * self.gemm.value_bytes
         return passes * self.gemm.memory_bound_s((self.local_tokens + moved) * token_bytes)
 
-    def _ep_comm(self, value_bytes: float) -> tuple[CostItem, ...]:
+    def _ep_comm(self, dispatcher: DispatcherPart, value_bytes: float) -> tuple[CostItem, ...]:
         """Return the dispatch collectives of one direction, for rows of numbers of `value_bytes`."""
         row_bytes = self.expert_hidden_size * value_bytes
         sent = SentTokens(self.local_tokens, self.routed_tokens, self.expert_tokens, row_bytes, self.ep, self.etp)
-        return tuple(map(self._transfer, self.mapping.dispatcher.traffic(sent)))
+        return tuple(map(self._transfer, dispatcher.traffic(sent)))
 
     def _transfer(self, transfer: Transfer) -> CostItem:
         """Return the time of a collective. Ranks of ep wait for the busiest of them."""
@@ -686,10 +766,9 @@ class _MoECost(_BlockCost):
             "ep": (RankGroup(self.ep, stride), self.imbalance),
             "etp": (RankGroup(self.etp, 1), 1.0),
         }[transfer.axis]
-        if transfer.gathers:
-            seconds = all_gather_s(self.device, group, transfer.num_bytes)
-        else:
+        price: Callable[..., Any] = all_gather_s
+        if not transfer.gathers:
             routing = GroupLimitedRouting(self.top_k, self.part.router.num_groups, self.part.router.top_groups)
-            once = routing if transfer.sends_once else None
-            seconds = all_to_all_s(self.device, group, transfer.num_bytes, routing=once)
+            price = partial(all_to_all_s, routing=routing if transfer.sends_once else None)
+        seconds = seconds_of_groups(partial(price, self.device), group, transfer.num_bytes)
         return CostItem(f"{transfer.axis}_comm", seconds * imbalance)

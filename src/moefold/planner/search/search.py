@@ -14,9 +14,9 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from math import inf
@@ -24,12 +24,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.cost.memoised import all_arguments, memoised
-from moefold.planner.cost_model.layer import stack_blocks
+from moefold.cost.memoised import memoised
+from moefold.planner.cost_model.layer import block_of_sums
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
@@ -104,18 +105,34 @@ class SearchTarget:
 
 
 class _Node(NamedTuple):
-    """An entry of the queue: a fold, or a fold with a micro-batch size."""
+    """An entry of the queue: a fold with a micro-batch size."""
 
     bound_s: float
-    order: int
-    view: AttentionView
-    fold: Fold
-    mbs_index: int = -1
-    """Index of the micro-batch size in the view; -1: none is chosen yet."""
+    pair: int
+    """Number of the fold with its micro-batch size, as in `_PairBounds`."""
     passes_s: float = -1.0
     """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
     has_memory: bool = False
     """True if the bound takes memory into account."""
+
+
+class _PairBounds(NamedTuple):
+    """Lower bounds of the seconds of a step of every fold with every micro-batch size, in the order of the space."""
+
+    bounds: Seconds
+    """With the bound of the fold, [pairs]."""
+    size_bounds: Seconds
+    """Of the micro-batch size alone, [pairs]."""
+    dispatchers: NDArray[np.intp]
+    """Index of the fastest dispatcher in `Search._searched`, [pairs]."""
+    folds: NDArray[np.intp]
+    """Number of the fold, [pairs]."""
+    sizes: NDArray[np.intp]
+    """Index of the micro-batch size in the view, [pairs]."""
+    views: NDArray[np.intp]
+    """Number of the view of each fold, [folds]."""
+    experts: NDArray[np.intp]
+    """Index of the degrees of the experts of each fold, [folds]."""
 
 
 class _TargetResults:
@@ -151,19 +168,15 @@ class Search:
         self.gap = 0.0
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
-        self._layer_bounds: dict[tuple[int, ...], tuple[float, DispatcherPart | None]] = {}
-        """Results of `_add_layer_bounds` with their dispatchers, by `_layers_key`."""
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each target that fit, best first, each of another fold."""
         found = [_TargetResults(target) for target in targets]
-        folds = self.space.folds if self.memory.any_fits else ()
-        bounds = self._fold_bounds_s(folds)
-        queue = [_Node(bound, i, view, fold) for i, (bound, (fold, view)) in enumerate(zip(bounds, folds, strict=True))]
-        heapify(queue)
+        queue = self._pairs() if self.memory.any_fits else iter(())
         for number_of_pass in count():
-            queue = sorted(self._search_pass(queue, [results for results in found if not results.best]))
-            lowest_s = queue[0].bound_s if queue else inf
+            skipped = self._search_pass(queue, [results for results in found if not results.best])
+            queue = iter(skipped)
+            lowest_s = skipped[0].bound_s if skipped else inf
             is_complete = all(results.best or lowest_s >= results.limit_s for results in found)
             has_any = any(results.best or results.limit_s < inf for results in found)
             if is_complete or (number_of_pass >= MAX_PASSES and has_any):
@@ -172,26 +185,54 @@ class Search:
         self.gap = max(0.0, 1 - lowest_s / limit_s) if limit_s < inf else 0.0
         return [sorted(map(self.price, results.mappings()), key=lambda plan: plan.sort_key) for results in found]
 
-    def _search_pass(self, queue: list["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
-        """Search the queue for the best mappings of targets; return the nodes outside the beam."""
+    def _pairs(self) -> Iterator["_Node"]:
+        """Yield all pairs, lowest bound first."""
+        bounds = self._pair_bounds.bounds
+        return (_Node(float(bounds[pair]), pair) for pair in np.argsort(bounds, kind="stable").tolist())
+
+    def _search_pass(self, pairs: Iterator["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
+        """Search pairs for the best mappings of targets; return the pairs outside the beam. Both have sorted bounds."""
         skipped = []
         taken = Counter[int]()
-        while queue and (bound := queue[0].bound_s) < max(results.limit_s for results in found):
-            node = heappop(queue)
-            own = [results for results in found if bound < results.limit_s and results.accepts(node.fold)]
+        refined: list[_Node] = []
+        following = next(pairs, None)
+        while refined or following:
+            if following and not (refined and refined[0] < following):
+                node = following
+                following = next(pairs, None)
+            else:
+                node = heappop(refined)
+            bound = node.bound_s
+            if bound >= max(results.limit_s for results in found):
+                break
+            fold, _ = self._fold_of(node.pair)
+            own = [results for results in found if bound < results.limit_s and results.accepts(fold)]
             if not own:
                 continue
             if node.has_memory:
                 self._price_node(node, own)
                 continue
-            if node.mbs_index >= 0 and node.passes_s < 0:
-                taken[node.fold.pp] += 1
-                if taken[node.fold.pp] > BEAM:
+            if node.passes_s < 0:
+                taken[fold.pp] += 1
+                if taken[fold.pp] > BEAM:
                     skipped.append(node)
                     continue
-            for refined in self._refine(node, own):
-                heappush(queue, refined)
+            closer = self._refine(node, own)
+            if closer:
+                heappush(refined, closer)
         return skipped
+
+    def _fold_of(self, pair: int) -> tuple[Fold, AttentionView]:
+        """Return the fold of a pair, and its attention view."""
+        table = self._pair_bounds
+        fold = table.folds[pair]
+        view = self.space.views[table.views[fold]]
+        return self.space.fold_of(view, table.experts[fold]), view
+
+    def _sized_fold(self, pair: int) -> tuple[Fold, int, tuple[PipelineVariant, ...]]:
+        """Return the fold of a pair, its micro-batch size and its pipelines."""
+        fold, view = self._fold_of(pair)
+        return fold, *view.pipelines_by_mbs[self._pair_bounds.sizes[pair]]
 
     def plans_below(
         self,
@@ -205,40 +246,37 @@ class Search:
 
         In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
-        found = _TargetResults(SearchTarget(len(self.space.folds), accepts, zero_stages, limit_s=limit_s))
-        for fold, view in self.space.folds:
+        found = _TargetResults(SearchTarget(self.space.num_folds, accepts, zero_stages, limit_s=limit_s))
+        table = self._pair_bounds
+        own_pairs = np.searchsorted(table.folds, np.arange(self.space.num_folds + 1)).tolist()
+        for number, (fold, _) in enumerate(self.space.folds):
             if not accepts(fold):
                 continue
-            for bound, mbs_index in sorted(zip(self._size_bounds_s(fold, view), count())):
+            pairs = range(own_pairs[number], own_pairs[number + 1])
+            for bound, pair in sorted((float(table.size_bounds[pair]), pair) for pair in pairs):
                 if bound < found.best.get(fold, (limit_s,))[0]:
-                    self._price_node(_Node(bound, 0, view, fold, mbs_index), [found], is_beam=is_beam)
+                    self._price_node(_Node(bound, pair), [found], is_beam=is_beam)
         return [self.price(m) for m in found.mappings()]
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
         return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
 
-    def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> Iterator["_Node"]:
-        """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
-        sizes = node.view.pipelines_by_mbs
-        if node.mbs_index < 0:
-            for mbs_index, bound in enumerate(self._size_bounds_s(node.fold, node.view)):
-                yield node._replace(bound_s=max(node.bound_s, bound), mbs_index=mbs_index)
-            return
+    def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> "_Node | None":
+        """Return a node with a closer bound, or None if that is not below the limit of any target."""
         zeros = {zero for results in own for zero in results.target.zero_stages}
         limit_s = max(results.limit_s for results in own)
         if node.passes_s < 0:
             # The attention of documents is planned only where its lower bound may win.
             for model in dict.fromkeys((self.cost_model.lower_bounds, self.cost_model)):
-                passes_s, bound = self._step_bound_s(model, node.fold, sizes[node.mbs_index], zeros, limit_s)
+                passes_s, bound = self._step_bound_s(model, node.pair, zeros, limit_s)
                 if bound >= limit_s:
-                    return
+                    return None
             refined = node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)
         else:
-            bound = node.passes_s + self._least_recompute_s(node.fold, *sizes[node.mbs_index], zeros) + STEP_OVERHEAD_S
+            bound = node.passes_s + self._least_recompute_s(*self._sized_fold(node.pair), zeros) + STEP_OVERHEAD_S
             refined = node._replace(bound_s=max(node.bound_s, bound), has_memory=True)
-        if bound < limit_s:
-            yield refined
+        return refined if bound < limit_s else None
 
     def _price_node(self, node: "_Node", own: Sequence["_TargetResults"], *, is_beam: bool = True) -> None:
         """Add the best mappings of a fold and a micro-batch size that fit to targets."""
@@ -246,13 +284,13 @@ class Search:
         for results in own:
             stages = results.target.zero_stages
             limits[stages] = max(limits.get(stages, -inf), results.limit_s)
-        found = self._fastest_that_fit(node.fold, *node.view.pipelines_by_mbs[node.mbs_index], limits, is_beam=is_beam)
+        fold, size, pipelines = self._sized_fold(node.pair)
+        found = self._fastest_that_fit(fold, size, pipelines, limits, is_beam=is_beam)
         for results in own:
             timed = found.get(results.target.zero_stages)
             if timed is not None:
-                results.add(node.fold, timed)
+                results.add(fold, timed)
 
-    @memoised(all_arguments)
     def _passes_on_rank(self, view: AttentionView) -> list[tuple[int, float]]:
         """Return each micro-batch size with a lower bound of a pipeline rank's time, in passes through the whole model.
 
@@ -265,79 +303,142 @@ class Search:
             found.append((mbs, (n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp))
         return found
 
-    def _fold_bounds_s(self, folds: Sequence[tuple[Fold, AttentionView]]) -> list[float]:
-        """Return a lower bound of a step's seconds with the degrees of each fold."""
-        # Kernels of the largest micro-batches are the most efficient.
-        largest = [view.pipelines_by_mbs[-1][0] for _, view in folds]
-        self._add_layer_bounds((fold, size) for (fold, _), size in zip(folds, largest, strict=True))
-        return [
-            min(passes * size for size, passes in self._passes_on_rank(view)) * (self._layers_s(fold, most) / most)
-            for (fold, view), most in zip(folds, largest, strict=True)
-        ]
+    @cached_property
+    def _searched(self) -> tuple[DispatcherPart, ...]:
+        """The dispatchers in the order of `_dispatchers`."""
+        return tuple(reversed(self.space.searched_dispatchers))
 
-    def _size_bounds_s(self, fold: Fold, view: AttentionView) -> list[float]:
-        """Return a lower bound of a step's seconds with the degrees of a fold and each micro-batch size."""
-        self._add_layer_bounds((fold, size) for size, _ in view.pipelines_by_mbs)
-        return [passes * self._layers_s(fold, size) for size, passes in self._passes_on_rank(view)]
+    @cached_property
+    def _pair_bounds(self) -> "_PairBounds":
+        """Bounds of the layers of one micro-batch without recomputation, and the least bubble.
 
-    def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
-        peers = () if self.cost_model.workload.attention is None else (fold.dp,)
-        return (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *peers)
-
-    def _add_layer_bounds(self, wanted: Iterable[tuple[Fold, int]]) -> None:
-        """Add lower bounds of the seconds of all layers and the head for one micro-batch, over the dispatchers.
-
-        Overlap only hides communication.
+        The bound of a fold has the kernels of its largest micro-batches, which are the most efficient.
         """
-        known = self._layer_bounds
-        new = {key: degrees for degrees in wanted if (key := self._layers_key(*degrees)) not in known}
-        choices = {
-            key: [MicroBatchChoice(fold, mbs, dispatcher, True) for dispatcher in self._dispatchers(fold, mbs)]
-            for key, (fold, mbs) in new.items()
-        }
-        seconds = iter(self._models_s(list(chain.from_iterable(choices.values()))))
-        for key, own in choices.items():
-            found = [(next(seconds), choice.dispatcher) for choice in own]
-            known[key] = min(found, key=lambda bound: bound[0], default=(inf, None))
+        space = self.space
+        views = space.views
+        sized = [(view, *one) for view in views for one in self._passes_on_rank(view)]
+        sizes_of = np.array([len(view.pipelines_by_mbs) for view in views], dtype=np.intp)
+        first_of = np.cumsum(sizes_of) - sizes_of
+        experts_of = [space.experts_of(view) for view in views]
+        view_of = np.repeat(np.arange(len(views)), [len(own) for own in experts_of])
+        expert_of = np.array([at for own in experts_of for at in own], dtype=np.intp)
+        # Each pair: its fold, and its view with a micro-batch size.
+        num_sizes = sizes_of[view_of]
+        fold = np.repeat(np.arange(len(view_of)), num_sizes)
+        last = np.cumsum(num_sizes) - 1
+        size = np.arange(len(fold)) - (last - num_sizes + 1)[fold]
+        sized_view = first_of[view_of[fold]] + size
+        # Equal layers are priced once. With documents the other degrees of attention decide too who waits.
+        has_documents = self.cost_model.workload.attention is not None
+        numbers: dict[Hashable, int] = {}
+        keys = ((view.tp, view.cp, mbs, view.dp if has_documents else 0) for view, mbs, _ in sized)
+        mixer_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)
+        code = mixer_of[sized_view] * len(space.expert_degrees) + expert_of[fold]
+        is_used = np.zeros(len(numbers) * len(space.expert_degrees), dtype=bool)
+        is_used[code] = True
+        used = np.flatnonzero(is_used)
+        first_with = np.unique(mixer_of, return_index=True)[1].tolist()
+        seconds = np.full(len(is_used), inf)
+        dispatchers = np.zeros(len(is_used), dtype=np.intp)
+        if len(used):
+            own_sizes = [sized[i][:2] for i in first_with]
+            seconds[used], dispatchers[used] = self._layers_s(own_sizes, *np.divmod(used, len(space.expert_degrees)))
+        layers_s = seconds[code]
+        passes = np.array([passes for *_, passes in sized])
+        mbs_of = np.array([mbs for _, mbs, _ in sized])
+        least = np.minimum.reduceat(passes * mbs_of, first_of) if len(views) else passes
+        largest = mbs_of[sized_view[last]]
+        bounds_of_folds = least[view_of] * (layers_s[last] / largest)
+        size_bounds = passes[sized_view] * layers_s
+        bounds = np.maximum(bounds_of_folds[fold], size_bounds)
+        return _PairBounds(bounds, size_bounds, dispatchers[code], fold, size, view_of, expert_of)
 
-    def _models_s(self, choices: Sequence[MicroBatchChoice]) -> list[float]:
-        """Return the seconds of all layers, the head and the loss for one micro-batch of each choice."""
-        if not choices:
-            return []
+    def _layers_s(
+        self, sizes: Sequence[tuple[AttentionView, int]], mixer_of: NDArray[np.intp], expert_of: NDArray[np.intp]
+    ) -> tuple[Seconds, NDArray[np.intp]]:
+        """Return the seconds of all layers, the head and the loss for one micro-batch, least over the dispatchers.
+
+        Overlap only hides communication. Without a legal dispatcher the seconds are inf.
+
+        Args:
+            sizes: attention views with a micro-batch size.
+            mixer_of: index of each layer's view in `sizes`.
+            expert_of: index of its expert degrees.
+
+        Returns:
+            Seconds, and indices of the dispatchers in `_searched`, [layers].
+        """
         model = self.cost_model.lower_bounds
-        is_coupled = model.workload.is_coupled
-        has_documents = model.workload.attention is not None
-        of_mixer = self._layers_key if has_documents else lambda fold, mbs: (fold.tp, fold.cp, mbs)
-        mixers, mixer_of = _distinct(choices, lambda c: of_mixer(c.fold, c.mbs))
-        networks, network_of = _distinct(
-            choices,
-            lambda c: (c.fold.tp, c.mbs / c.fold.cp, c.fold.cp * is_coupled, c.fold.ep, c.fold.etp, c.dispatcher),
+        costs = model.layer_costs
+        expert_degrees = self.space.expert_degrees
+        mappings = [ParallelMapping(tp=v.tp, cp=v.cp, dp=v.dp, pp=v.pp, mbs=mbs) for v, mbs in sizes]
+        mixers, mixer_at = mappings, mixer_of
+        if model.workload.attention is not None:
+            # The ranks that wait for each other depend on the degrees of the experts.
+            pairs = zip(mixer_of.tolist(), expert_of.tolist(), strict=True)
+            experts = ((mappings[i], expert_degrees[at]) for i, at in pairs)
+            mixers, mixer_at = [replace(m, ep=ep, etp=etp) for m, (ep, etp) in experts], np.arange(len(mixer_of))
+        places: dict[Hashable, int] = {}
+        token_of = np.array([places.setdefault(costs.token_key(m), len(places)) for m in mappings])
+        tokens = [mappings[i] for i in np.unique(token_of, return_index=True)[1].tolist()]
+        is_legal = self._legal_dispatchers(sizes, mixer_of, expert_of)
+        degrees = [
+            (*pair, [part for part, own in zip(self._searched, is_legal, strict=True) if own[expert_of == at].any()])
+            for at, pair in enumerate(expert_degrees)
+        ]
+        networks = [costs.network_sums(kind, tokens, degrees) for kind in range(len(model.kind_counts))]
+        mixer_sums = [
+            np.array([costs.mixer(kind, m, model.attention_peers(m)).sums for m in mixers]).T[:, mixer_at]
+            for kind in range(len(model.kind_counts))
+        ]
+        heads = np.array([sum(model.head_and_loss_s(m)) for m in mixers])[mixer_at]
+        found = np.full(is_legal.shape, inf)
+        for number, (part, own) in enumerate(zip(self._searched, is_legal, strict=True)):
+            if not own.any():
+                continue
+            total = heads[own]
+            for kind, count_of_kind in enumerate(model.kind_counts):
+                blocks = (
+                    block_of_sums(mixer_sums[kind][:, own]),
+                    block_of_sums(networks[kind][part][:, expert_of[own], token_of[mixer_of[own]]]),
+                )
+                total += count_of_kind * sum(model.plain_s(blocks, overlap=True))
+            found[number, own] = total
+        fastest = found.argmin(axis=0)
+        return found[fastest, np.arange(len(fastest))], fastest
+
+    def _legal_dispatchers(
+        self, sizes: Sequence[tuple[AttentionView, int]], mixer_of: NDArray[np.intp], expert_of: NDArray[np.intp]
+    ) -> NDArray[np.bool_]:
+        """Return which of `_searched` are `_dispatchers` of layers, as of `_layers_s`, [dispatchers, layers]."""
+        space = self.space
+        ratios: dict[float, int] = {}
+        ratio_of = np.array([ratios.setdefault(mbs / (v.tp * v.cp), len(ratios)) for v, mbs in sizes])
+        codes, places, which = np.unique(
+            ratio_of[mixer_of] * len(space.expert_degrees) + expert_of, return_index=True, return_inverse=True
         )
-        found: Seconds = np.array([sum(model.head_and_loss_s(m)) for m in mixers])[mixer_of]
-        for kind, number in enumerate(model.kind_counts):
-            mixer = stack_blocks([model.layer_costs.mixer(kind, m, model.attention_peers(m)) for m in mixers], mixer_of)
-            network = stack_blocks([model.layer_costs.feed_forward(kind, m) for m in networks], network_of)
-            found += number * sum(model.plain_s((mixer, network), overlap=True))
-        seconds: list[float] = found.tolist()
-        return seconds
+        found = np.zeros((len(self._searched), len(codes)), dtype=bool)
+        for i, place in enumerate(places.tolist()):
+            view, mbs = sizes[mixer_of[place]]
+            legal = self._dispatchers(space.fold_of(view, expert_of[place]), mbs)
+            found[:, i] = [part in legal for part in self._searched]
+        return found[:, which.reshape(-1)]
 
     def _step_bound_s(
         self,
         model: CostModel,
-        fold: Fold,
-        sizes: tuple[int, tuple[PipelineVariant, ...]],
+        pair: int,
         zeros: Collection[int],
         limit_s: float,
     ) -> tuple[float, float]:
         """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages.
 
         Args:
-            sizes: the micro-batch size, and its pipelines.
             limit_s: the bound of a step that takes longer.
         """
-        size, pipelines = sizes
+        fold, size, pipelines = self._sized_fold(pair)
         plain = self._plain_pipelines(fold, pipelines)
-        fastest = self._layer_bounds[self._layers_key(fold, size)][1] or self._dispatchers(fold, size)[0]
+        fastest = self._searched[self._pair_bounds.dispatchers[pair]]
         choice = MicroBatchChoice(fold, size, fastest, False, plain)
         # Overlap only hides communication.
         passes = model.pass_times(choice._replace(overlap=True).mapping(), plain)
@@ -354,10 +455,6 @@ class Search:
                 m = choice.mapping(plain[place], zero, moments)
                 least_s = min(least_s, float(model.step_s(passes, m, place)[0]))
         return float(passes.seconds.min()), least_s
-
-    def _layers_s(self, fold: Fold, mbs: int) -> float:
-        """Return the seconds of `_add_layer_bounds`. Without a legal dispatcher they are inf."""
-        return self._layer_bounds[self._layers_key(fold, mbs)][0]
 
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
@@ -400,7 +497,7 @@ class Search:
                 yield choice._replace(pipelines=legal)
                 fastest = fastest if has_own else seconds
 
-    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))
+    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, mbs / (fold.tp * fold.cp)))
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
         found = self.space.dispatchers(fold, mbs)
@@ -488,12 +585,3 @@ class Search:
     def smallest_plan(self) -> PlannedMapping:
         """Return the mapping of least memory. The space has one."""
         return self.price(self.memory.smallest[1])
-
-
-def _distinct(
-    choices: Sequence[MicroBatchChoice], key: Callable[[MicroBatchChoice], Hashable]
-) -> tuple[list[ParallelMapping], list[int]]:
-    """Return the mappings of choices with distinct keys, and the index of each choice's."""
-    known: dict[Hashable, tuple[int, MicroBatchChoice]] = {}
-    places = [known.setdefault(key(choice), (len(known), choice))[0] for choice in choices]
-    return [choice.mapping() for _, choice in known.values()], places

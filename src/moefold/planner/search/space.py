@@ -29,6 +29,8 @@ from moefold.planner.mapping import PipelineVariant
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
     AXIS_KEYS,
+    FOLD_DEGREES,
+    FOLDED,
     METHODS,
     Fold,
     MappingConstraints,
@@ -87,12 +89,41 @@ class MappingSpace:
         """Every fold with a legal mapping, and its attention view."""
         return tuple((fold, view) for view in self.views for fold in self.folds_of(view))
 
-    @memoised(all_arguments)
+    @cached_property
+    def num_folds(self) -> int:
+        """Number of folds with a legal mapping."""
+        return sum(len(self.experts_of(view)) for view in self.views)
+
     def folds_of(self, view: AttentionView) -> tuple[Fold, ...]:
         """Return the folds of an attention view with a legal mapping."""
+        return tuple(self.fold_of(view, at) for at in self.experts_of(view))
+
+    def fold_of(self, view: AttentionView, at: int) -> Fold:
+        """Return the fold of an attention view with a pair of `expert_degrees`."""
+        ep, etp = self.expert_degrees[at]
+        return Fold(view.tp, view.cp, view.dp, view.pp, ep, etp, view.tp * view.cp * view.dp // (ep * etp))
+
+    def _experts_key(self, view: AttentionView) -> tuple[int, ...]:
+        sizes = (size for size, _ in view.pipelines_by_mbs)
+        return (*((view.tp, view.cp) if self._reads_tp_and_cp else (view.tp * view.cp,)), view.dp, view.pp, *sizes)
+
+    @cached_property
+    def _reads_tp_and_cp(self) -> bool:
+        """True if tp and cp, and not only tp*cp, may decide which degrees of the experts are legal."""
+        is_restricted = self.restriction.method != FOLDED or not self.restriction.fixed.keys().isdisjoint(FOLD_DEGREES)
+        return is_restricted or self._cfg.is_rl or not self._cfg.parallel.order.startswith("pp")
+
+    @memoised(_experts_key)
+    def experts_of(self, view: AttentionView) -> tuple[int, ...]:
+        """Return the indices of the `expert_degrees` that have a legal mapping with an attention view."""
         if not self._has_strategy:
             return ()
-        return tuple(fold for fold in self._iterate_folds(view) if self._has_mapping(fold, view))
+        stage = view.tp * view.cp * view.dp
+        return tuple(
+            at
+            for at, (ep, etp) in enumerate(self.expert_degrees)
+            if stage % (ep * etp) == 0 and self._is_legal(self.fold_of(view, at), view)
+        )
 
     @cached_property
     def _has_strategy(self) -> bool:
@@ -200,7 +231,7 @@ class MappingSpace:
         found = [part for part in parts if not part.resolves_to and (part.is_searched or len(parts) == 1)]
         return {part: parts[part] for part in sorted(found, key=lambda part: part.spreads_experts)}
 
-    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))
+    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, mbs / (fold.tp * fold.cp)))
     def dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers."""
         allows = self.constraints.allows
@@ -261,8 +292,10 @@ class MappingSpace:
                 }
                 yield run, self.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)
 
-    def _has_mapping(self, fold: Fold, view: AttentionView) -> bool:
-        """Return whether both views are legal together under some dispatcher and overlap."""
+    def _is_legal(self, fold: Fold, view: AttentionView) -> bool:
+        """Return whether a fold is legal under some dispatcher and overlap."""
+        if not (self.restriction.allows_fold(fold) and self.constraints.can_fold(fold.values)):
+            return False
         return any(
             self.legal_zero_stages(fold, size, schedule, dispatcher, overlap)
             for size, pipelines in view.pipelines_by_mbs
@@ -287,7 +320,7 @@ class MappingSpace:
                         yield AttentionView(tp, cp, world // (pp * tp * cp), pp, batches)
 
     @cached_property
-    def _expert_degrees(self) -> tuple[tuple[int, int], ...]:
+    def expert_degrees(self) -> tuple[tuple[int, int], ...]:
         """Every legal pair of ep and etp."""
         world = self._cfg.parallel.world_size
         return tuple(
@@ -296,15 +329,6 @@ class MappingSpace:
             for etp in divisors(world // ep)
             if self.constraints.allows("experts", {"ep": ep, "etp": etp})
         )
-
-    def _iterate_folds(self, view: AttentionView) -> Iterator[Fold]:
-        stage = self._cfg.parallel.world_size // view.pp
-        for ep, etp in self._expert_degrees:
-            if stage % (ep * etp):
-                continue
-            fold = Fold(view.tp, view.cp, view.dp, view.pp, ep, etp, stage // (ep * etp))
-            if self.restriction.allows_fold(fold) and self.constraints.can_fold(fold.values):
-                yield fold
 
     def _legal_micro_batches(self, values: dict[str, int]) -> Iterator[tuple[int, tuple[PipelineVariant, ...]]]:
         """Yield the legal micro-batch sizes, divisors of a replica's samples, with their pipelines."""

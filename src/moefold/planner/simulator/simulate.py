@@ -183,7 +183,7 @@ class _Simulation:
         self._finished_at |= {action.produces: end for action, end in ends.items()}
 
     def _run_segment(self, rank: int, action: Action, segment: CostItem, start: float, factor: float) -> float:
-        seconds = segment.seconds if segment.is_comm else segment.seconds * factor
+        seconds: float = segment.seconds if segment.is_comm else segment.seconds * factor
         if seconds > 0:
             self._events.append(Event(rank, _stream(segment), segment.part, start, start + seconds, action))
         return start + seconds
