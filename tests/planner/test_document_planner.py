@@ -1,6 +1,7 @@
 """The planner with document lengths: no mapping and no strategy of a small world is faster than the named one."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -19,6 +20,7 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.document_search import candidate_strategies
+from moefold.planner.search.search import SearchTarget
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
@@ -101,6 +103,35 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     few = request(8, pp=1, etp=1, tp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
     assert 0 < len(few.workload.attention.known_sets) < len(asked.workload.attention.known_sets) / 2
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_joint_search_finds_what_searches_without_a_limit_find(count):
+    planner = Planner(request(8, etp=1, tp=1))
+    joint = planner.search.joint_searches
+    assert [len(search.variants) for search in joint] == [6, 1]
+    targets = [SearchTarget(count), SearchTarget(count, zero_stages=(1,), accepts=lambda fold: fold.ep > 1)]
+    alone = [search.find(targets) for search in planner.search.searches.values()]
+    assert len(alone) == 7
+    for found, *separate in zip(planner.search.find(targets), *alone, strict=True):
+        best = {}
+        for plan in sorted(chain.from_iterable(separate), key=lambda plan: plan.sort_key):
+            best.setdefault(plan.fold, plan)
+        assert found == list(best.values())[:count]
+        assert len(found) == count
+
+
+def test_strategies_with_other_legal_mappings_are_searched_alone():
+    # A pool of two ranks allows no cp=4, but only where hosts are balanced.
+    own = make_part("context", "planned", hosts="balanced", pool=2)
+    asked = request(8, pp=1, etp=1, tp=1)
+    loads = replace(asked.workload.attention, strategy=own)
+    cfg = replace(asked.base_config, parallel=replace(asked.base_config.parallel, context=own))
+    planner = Planner(replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads)))
+    groups = [{one.attention.hosts for one in search.variants} for search in planner.search.joint_searches]
+    assert groups == [{"balanced"}, {"home"}]
+    found = planner.search.plans_below(float("inf"))
+    assert {plan.mapping.cp for plan in found} == {1, 2, 4, 8}
 
 
 def test_the_recipes_own_strategy_wins_ties():

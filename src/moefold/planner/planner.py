@@ -107,7 +107,7 @@ class Planner:
         loads = q.workload.attention
         if loads is None:
             return self.own_search
-        searches: dict[ContextPart | None, Search] = {}
+        searches: dict[ContextPart, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             cfg = replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy))
             workload = replace(q.workload, attention=replace(loads, strategy=strategy))
@@ -126,15 +126,19 @@ class Planner:
         q = self.request
         # With the rank order of the request's mapping method.
         workload = replace(q.workload, is_coupled=not METHODS[q.restriction.method].ep_may_span_cp)
+        loads = workload.attention
         split = RecipeStageSplitter(q.base_config, q.model_spec)
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
         cost_model = CostModel(q.model_spec, q.device, workload, memory.activation_memory, split)
-        return Search(cost_model, MemoryFilter(self.space, memory))
+        return Search(cost_model, MemoryFilter(self.space, memory), loads.strategy if loads else None)
 
     def search_of(self, plan: PlannedMapping) -> Search:
         """Return the search that found a plan."""
         found = self.search
-        return found if isinstance(found, Search) else found.searches[plan.attention]
+        if isinstance(found, Search):
+            return found
+        assert plan.attention is not None, "a search for samples of documents names the strategy of each plan"
+        return found.searches[plan.attention]
 
     @property
     def num_folds(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,26 +27,40 @@ class DocumentSearch:
             out.
     """
 
-    def __init__(self, searches: Mapping[ContextPart | None, Search]) -> None:
+    def __init__(self, searches: Mapping[ContextPart, Search]) -> None:
         self.searches = searches
+
+    @cached_property
+    def joint_searches(self) -> list[Search]:
+        """A search for the strategies with equal lower bounds and an equal space: with planned attention, or without.
+
+        Planned attention takes least, so its searches are first, and the others end early.
+        """
+        groups: list[list[Search]] = []
+        for strategy, search in sorted(self.searches.items(), key=lambda item: not item[0].is_planned):
+            equal = (own for own in groups if strategy.is_planned and _pairs_of(own[0]) == _pairs_of(search))
+            group = next(equal, None)
+            if group is None:
+                groups.append([search])
+            else:
+                group.append(search)
+        return [Search(own[0].cost_model, own[0].memory, variants=own) for own in groups]
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """See `Search.find`; a search looks only for mappings that may beat the best so far."""
-        found: dict[ContextPart | None, list[list[PlannedMapping]]] = {}
         best: list[list[PlannedMapping]] = [[] for _ in targets]
-        # Planned attention takes least, so that the other searches end early.
-        for strategy in sorted(self.searches, key=lambda one: one is None or not one.is_planned):
-            found[strategy] = self.searches[strategy].find(list(map(_limited, targets, best)))
+        for search in self.joint_searches:
+            found = search.find(list(map(_limited, targets, best)))
             best = [
-                self._best_of_folds([found[one][i] if one in found else [] for one in self.searches])[: target.count]
-                for i, target in enumerate(targets)
+                self._best_of_folds([*before, *own])[: target.count]
+                for target, before, own in zip(targets, best, found, strict=True)
             ]
         return best
 
     def plans_below(self, limit_s: float, *target: Any, is_beam: bool = False) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
-        found = [search.plans_below(limit_s, *target, is_beam=is_beam) for search in self.searches.values()]
-        return self._best_of_folds(found)
+        found = (search.plans_below(limit_s, *target, is_beam=is_beam) for search in self.joint_searches)
+        return self._best_of_folds(list(chain.from_iterable(found)))
 
     def smallest_plan(self) -> PlannedMapping:
         """See `Search.smallest_plan`."""
@@ -54,16 +69,22 @@ class DocumentSearch:
     @property
     def gap(self) -> float:
         """See `Search.gap`."""
-        return max((search.gap for search in self.searches.values()), default=0.0)
+        return max((search.gap for search in self.joint_searches), default=0.0)
 
-    def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
-        """Return the best plan of each fold over all searches, best first."""
-        searches = zip(self.searches, found, strict=True)
-        marked = [replace(plan, attention=strategy) for strategy, plans in searches for plan in plans]
+    def _best_of_folds(self, plans: Sequence[PlannedMapping]) -> list[PlannedMapping]:
+        """Return the best plan of each fold, best first; of equal ones, the one whose strategy is first."""
+        order: list[ContextPart | None] = [*self.searches]
         best: dict[Fold, PlannedMapping] = {}
-        for plan in sorted(marked, key=lambda plan: plan.sort_key):
+        for plan in sorted(plans, key=lambda plan: (plan.sort_key, order.index(plan.attention))):
             best.setdefault(plan.fold, plan)
         return list(best.values())
+
+
+def _pairs_of(search: Search) -> list[object]:
+    """Return what two searches must have in common to share their lower bounds: folds, sizes and dispatchers."""
+    space = search.space
+    views = [(view.tp, view.cp, view.dp, view.pp, view.pipelines_by_mbs, space.folds_of(view)) for view in space.views]
+    return [*space.searched_dispatchers, *search.memory.placements, *views]
 
 
 def _limited(target: SearchTarget, best: Sequence[PlannedMapping]) -> SearchTarget:

@@ -14,7 +14,7 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
@@ -110,6 +110,8 @@ class _Node(NamedTuple):
     bound_s: float
     pair: int
     """Number of the fold with its micro-batch size, as in `_PairBounds`."""
+    variant: int = -1
+    """Index in `Search.variants`; -1: none is chosen yet."""
     passes_s: float = -1.0
     """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
     has_memory: bool = False
@@ -136,32 +138,68 @@ class _PairBounds(NamedTuple):
 
 
 class _TargetResults:
-    """The best mappings of a target so far, one for each fold."""
+    """The best mappings of a target so far, for each variant of a search one for each fold."""
 
-    def __init__(self, target: SearchTarget) -> None:
+    def __init__(self, target: SearchTarget, variants: Sequence["Search"]) -> None:
         self.target = target
         self.limit_s = target.limit_s
         """Seconds that another fold has to beat."""
-        self.best: dict[Fold, TimedMapping] = {}
+        self.best: dict[Search, dict[Fold, TimedMapping]] = {variant: {} for variant in variants}
         self.accepts = cache(target.accepts)
+        # Variants may take equally long but for rounding.
+        self._tie = 1 + 1e-9 if len(variants) > 1 else 1.0
 
-    def add(self, fold: Fold, timed: TimedMapping) -> None:
-        """Add a mapping of a fold if it is the fold's best."""
-        if timed[0] < self.best.get(fold, (inf,))[0]:
-            self.best[fold] = timed
-            seconds = sorted(seconds for seconds, _ in self.best.values())
-            self.limit_s = min((self.limit_s, *seconds[self.target.count - 1 : self.target.count]))
+    @property
+    def is_empty(self) -> bool:
+        """True if no mapping was found yet."""
+        return not any(self.best.values())
 
-    def mappings(self) -> list[ParallelMapping]:
-        """Return the best mappings, best first."""
-        return [m for _, m in sorted(self.best.values(), key=lambda timed: timed[0])[: self.target.count]]
+    def limit_of(self, variant: "Search") -> float:
+        """Return the seconds that another fold of a variant has to beat."""
+        return min(self.limit_s, self._last_of_count(seconds for seconds, _ in self.best[variant].values()))
+
+    def add(self, fold: Fold, timed: TimedMapping, variant: "Search") -> None:
+        """Add a mapping of a fold if it is the best of the fold and the variant."""
+        best = self.best[variant]
+        if timed[0] < best.get(fold, (inf,))[0]:
+            best[fold] = timed
+            least: dict[Fold, float] = {}
+            for own, (seconds, _) in chain.from_iterable(folds.items() for folds in self.best.values()):
+                least[own] = min(seconds, least.get(own, inf))
+            self.limit_s = min(self.limit_s, self._last_of_count(least.values()) * self._tie)
+
+    def _last_of_count(self, seconds: Iterable[float]) -> float:
+        """Return the longest of the best folds of the target, infinite as long as there are fewer."""
+        return next(iter(sorted(seconds)[self.target.count - 1 : self.target.count]), inf)
+
+    def plans(self) -> list[PlannedMapping]:
+        """Return the best mappings of each variant with their prices, best first."""
+        return [
+            variant.price(m)
+            for variant, best in self.best.items()
+            for _, m in sorted(best.values(), key=lambda timed: timed[0])[: self.target.count]
+        ]
 
 
 class Search:
-    """Search of the best mappings of a space."""
+    """Search of the best mappings of a space.
 
-    def __init__(self, cost_model: CostModel, memory: MemoryFilter) -> None:
+    Args:
+        attention: way to share the attention of documents, for display; None: as the recipe says.
+        variants: searches of the same folds, micro-batch sizes and dispatchers whose cost models have this search's
+            lower bounds. Each mapping is priced by all of them. Empty: only by this search.
+    """
+
+    def __init__(
+        self,
+        cost_model: CostModel,
+        memory: MemoryFilter,
+        attention: ContextPart | None = None,
+        variants: Sequence["Search"] = (),
+    ) -> None:
         self.cost_model = cost_model
+        self.attention = attention
+        self.variants = tuple(variants) or (self,)
         self.memory = memory
         self.space = memory.space
         self.memory_model = memory.memory_model
@@ -171,19 +209,19 @@ class Search:
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each target that fit, best first, each of another fold."""
-        found = [_TargetResults(target) for target in targets]
-        queue = self._pairs() if self.memory.any_fits else iter(())
+        found = [_TargetResults(target, self.variants) for target in targets]
+        queue = self._pairs() if any(variant.memory.any_fits for variant in self.variants) else iter(())
         for number_of_pass in count():
-            skipped = self._search_pass(queue, [results for results in found if not results.best])
+            skipped = self._search_pass(queue, [results for results in found if results.is_empty])
             queue = iter(skipped)
             lowest_s = skipped[0].bound_s if skipped else inf
-            is_complete = all(results.best or lowest_s >= results.limit_s for results in found)
-            has_any = any(results.best or results.limit_s < inf for results in found)
+            is_complete = all(not results.is_empty or lowest_s >= results.limit_s for results in found)
+            has_any = any(not results.is_empty or results.limit_s < inf for results in found)
             if is_complete or (number_of_pass >= MAX_PASSES and has_any):
                 break
         limit_s = min((results.limit_s for results in found), default=inf)
         self.gap = max(0.0, 1 - lowest_s / limit_s) if limit_s < inf else 0.0
-        return [sorted(map(self.price, results.mappings()), key=lambda plan: plan.sort_key) for results in found]
+        return [sorted(results.plans(), key=lambda plan: plan.sort_key) for results in found]
 
     def _pairs(self) -> Iterator["_Node"]:
         """Yield all pairs, lowest bound first."""
@@ -210,15 +248,14 @@ class Search:
             if not own:
                 continue
             if node.has_memory:
-                self._price_node(node, own)
+                self.variants[node.variant]._price_pair(self._sized_fold(node.pair), own)
                 continue
             if node.passes_s < 0:
                 taken[fold.pp] += 1
                 if taken[fold.pp] > BEAM:
                     skipped.append(node)
                     continue
-            closer = self._refine(node, own)
-            if closer:
+            for closer in self._refine(node, own):
                 heappush(refined, closer)
         return skipped
 
@@ -246,48 +283,61 @@ class Search:
 
         In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
-        found = _TargetResults(SearchTarget(self.space.num_folds, accepts, zero_stages, limit_s=limit_s))
+        target = SearchTarget(self.space.num_folds, accepts, zero_stages, limit_s=limit_s)
+        found = _TargetResults(target, self.variants)
         table = self._pair_bounds
         pairs = np.flatnonzero(table.size_bounds < limit_s)
         for pair in pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist():
-            fold, _ = self._fold_of(pair)
+            sized_fold = self._sized_fold(pair)
+            if not found.accepts(sized_fold[0]):
+                continue
             bound = float(table.size_bounds[pair])
-            if found.accepts(fold) and bound < found.best.get(fold, (limit_s,))[0]:
-                self._price_node(_Node(bound, pair), [found], is_beam=is_beam)
-        return [self.price(m) for m in found.mappings()]
+            for variant in self.variants:
+                if bound < found.best[variant].get(sized_fold[0], (limit_s,))[0]:
+                    variant._price_pair(sized_fold, [found], is_beam=is_beam)
+        return found.plans()
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
-        return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
+        time, memory = self.cost_model.step_time(mapping), self.memory_model.estimate(mapping)
+        return PlannedMapping(mapping, time, memory, self.attention)
 
-    def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> "_Node | None":
-        """Return a node with a closer bound, or None if that is not below the limit of any target."""
+    def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> Iterator["_Node"]:
+        """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
         zeros = {zero for results in own for zero in results.target.zero_stages}
         limit_s = max(results.limit_s for results in own)
-        if node.passes_s < 0:
+        if node.variant >= 0:
+            variant = self.variants[node.variant]
+            bound = node.passes_s + variant._least_recompute_s(*self._sized_fold(node.pair), zeros) + STEP_OVERHEAD_S
+            refined = [node._replace(bound_s=max(node.bound_s, bound), has_memory=True)]
+        elif node.passes_s < 0 and self.cost_model.lower_bounds is not self.cost_model:
             # The attention of documents is planned only where its lower bound may win.
-            for model in dict.fromkeys((self.cost_model.lower_bounds, self.cost_model)):
-                passes_s, bound = self._step_bound_s(model, node.pair, zeros, limit_s)
-                if bound >= limit_s:
-                    return None
-            refined = node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)
+            passes_s, bound = self._step_bound_s(self.cost_model.lower_bounds, node.pair, zeros, limit_s)
+            refined = [node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)]
         else:
-            bound = node.passes_s + self._least_recompute_s(*self._sized_fold(node.pair), zeros) + STEP_OVERHEAD_S
-            refined = node._replace(bound_s=max(node.bound_s, bound), has_memory=True)
-        return refined if bound < limit_s else None
+            refined = []
+            for number, variant in enumerate(self.variants):
+                passes_s, bound = self._step_bound_s(variant.cost_model, node.pair, zeros, limit_s)
+                refined.append(_Node(max(node.bound_s, bound), node.pair, number, passes_s))
+        yield from (closer for closer in refined if closer.bound_s < limit_s)
 
-    def _price_node(self, node: "_Node", own: Sequence["_TargetResults"], *, is_beam: bool = True) -> None:
+    def _price_pair(
+        self,
+        sized_fold: tuple[Fold, int, tuple[PipelineVariant, ...]],
+        own: Sequence["_TargetResults"],
+        *,
+        is_beam: bool = True,
+    ) -> None:
         """Add the best mappings of a fold and a micro-batch size that fit to targets."""
         limits: dict[tuple[int, ...], float] = {}
         for results in own:
             stages = results.target.zero_stages
-            limits[stages] = max(limits.get(stages, -inf), results.limit_s)
-        fold, size, pipelines = self._sized_fold(node.pair)
-        found = self._fastest_that_fit(fold, size, pipelines, limits, is_beam=is_beam)
+            limits[stages] = max(limits.get(stages, -inf), results.limit_of(self))
+        found = self._fastest_that_fit(*sized_fold, limits, is_beam=is_beam)
         for results in own:
             timed = found.get(results.target.zero_stages)
             if timed is not None:
-                results.add(fold, timed)
+                results.add(sized_fold[0], timed, self)
 
     def _passes_on_rank(self, view: AttentionView) -> list[tuple[int, float]]:
         """Return each micro-batch size with a lower bound of a pipeline rank's time, in passes through the whole model.
