@@ -84,8 +84,8 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
 
 def test_ranks_end_with_their_caller_and_the_next_cleans_up(folder, monkeypatch):
     """Whatever they are at: these would sleep for an hour."""
-    imports = "import time; from moefold.launch.rank_pool import WorkerPool; from moefold.verify import PRELOAD"
-    code = f"{imports}; WorkerPool(PRELOAD).run(2, time.sleep, 3600)"
+    module = "moefold.launch.rank_pool"
+    code = f"import time; from {module} import WorkerPool; WorkerPool(['{module}']).run(2, time.sleep, 3600)"
     variables = environment() | {"TMPDIR": str(folder)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:
