@@ -137,7 +137,7 @@ class RewardSelectionPart(RewardPart):
     selects_rows: ClassVar[bool] = True
 
     def select(self, rewards: Any, members: Any) -> Any:
-        """Return the chosen conversations, as in the base class."""
+        """Return the chosen conversations."""
         raise NotImplementedError
 
 

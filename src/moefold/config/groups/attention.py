@@ -365,7 +365,7 @@ class SoftmaxAttentionPart(AttentionPart):
     """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556). none: attend to all keys."""
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the query heads, as in the base class."""
+        """Return the query heads."""
         return "model.attention.num_heads", self.num_heads
 
     @property
@@ -374,7 +374,7 @@ class SoftmaxAttentionPart(AttentionPart):
         return self.indexer
 
     def with_shared_selection(self) -> Self:
-        """Return the part with a shared indexer of the same sizes, as in the base class."""
+        """Return the part with a shared indexer of the same sizes."""
         if self.indexer is None:
             return self
         sizes = {field.name: getattr(self.indexer, field.name) for field in fields(self.indexer)}

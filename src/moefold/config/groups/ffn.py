@@ -192,7 +192,7 @@ class RoutedPart(FeedForwardPart):
 
     @property
     def tp_unit(self) -> tuple[str, int]:
-        """The width of the shared expert, as in the base class."""
+        """The width of the shared expert."""
         return "model.ffn.moe.shared.intermediate_size", self.shared_width
 
     def token_size(self, hidden: int) -> int:

@@ -99,7 +99,7 @@ class LinearAttentionPart(AttentionPart):
         raise NotImplementedError
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the key heads, as in the base class."""
+        """Return the key heads."""
         return "model.linear_attention.num_key_heads", self.num_key_heads
 
     @property
@@ -119,7 +119,7 @@ class LinearAttentionPart(AttentionPart):
         return saved
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str]:
-        """Return the bytes of the projections, and of the inputs of the low ranks, as in the base class."""
+        """Return the bytes of the projections, and of the inputs of the low ranks."""
         tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
         width = inputs * sizes.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
@@ -154,7 +154,7 @@ class DeltaRulePart(LinearAttentionPart):
     """Tokens that the causal convolution of each channel combines, itself included."""
 
     def shrink(self, small: "SmallSizes") -> Self:
-        """Return the part with short convolutions, as in the base class."""
+        """Return the part with short convolutions."""
         return replace(super().shrink(small), conv_kernel=min(self.conv_kernel, small.conv_kernel))
 
     def core(self, hidden: int) -> AttentionCore:

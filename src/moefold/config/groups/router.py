@@ -255,7 +255,7 @@ class ChoicePart(Part):
         raise NotImplementedError
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield the keys of the losses and biases that balance the experts, as in the base class."""
+        """Yield the keys of the losses and biases that balance the experts."""
         way_out = "choose moe.choice='topk'"
         if not self.scores_decide:
             yield UnusedKeys(

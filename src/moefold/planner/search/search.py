@@ -70,7 +70,7 @@ class PlannedMapping:
     time: StepTime
     memory: MemoryEstimate
     attention: ContextPart | None = None
-    """Sharing of the attention of documents among the ranks; None: as the recipe says."""
+    """Sharing of the attention of documents among the ranks. None: as the recipe says."""
 
     @property
     def fold(self) -> Fold:
@@ -111,9 +111,9 @@ class _Node(NamedTuple):
     view: AttentionView
     fold: Fold
     mbs_index: int = -1
-    """Index of the micro-batch size in the view; -1: none is chosen yet."""
+    """Index of the micro-batch size in the view. -1: none is chosen yet."""
     passes_s: float = -1.0
-    """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
+    """Seconds of a step's micro-batches with the fastest pipeline. -1: not computed yet."""
     has_memory: bool = False
     """True if the bound takes memory into account."""
 
@@ -173,7 +173,7 @@ class Search:
         return [sorted(map(self.price, results.mappings()), key=lambda plan: plan.sort_key) for results in found]
 
     def _search_pass(self, queue: list["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
-        """Search the queue for the best mappings of targets; return the nodes outside the beam."""
+        """Search the queue for the best mappings of targets, and return the nodes outside the beam."""
         skipped = []
         taken = Counter[int]()
         while queue and (bound := queue[0].bound_s) < max(results.limit_s for results in found):
@@ -362,7 +362,7 @@ class Search:
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
-        """Return the least seconds of recomputation in a step with some ZeRO stages that may fit; inf if none may."""
+        """Return the least seconds of recomputation in a step with some ZeRO stages that may fit, or inf."""
         # Overlap needs no less memory than none.
         choices = list(self._choices(fold, size, pipelines, False)) or list(self._choices(fold, size, pipelines, True))
         if not choices:
@@ -465,7 +465,7 @@ class Search:
     def _candidates(
         self, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float], max_pipelines: int
     ) -> Iterator[tuple[ParallelMapping, Seconds]]:
-        """Yield the mappings of a choice without a strategy, and their seconds with each; inf where it cannot win."""
+        """Yield the mappings of a choice without a strategy, and their seconds with each, inf where it cannot win."""
         limit_s = max(limits.values()) - STEP_OVERHEAD_S
         plain = self.cost_model.pass_times(choice.mapping(), choice.pipelines).seconds
         places = [i for i in np.argsort(plain[:, 0], kind="stable").tolist() if plain[i, 0] < limit_s]
