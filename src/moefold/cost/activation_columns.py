@@ -29,7 +29,7 @@ OFFLOADED_LABELS = {
     "shared_experts": ("shared experts",),
     "moe": ("router", "dispatch buffers", "experts", "shared experts"),
 }
-"""Labels of `PARTS` that each part of train.offload offloads; `layer` offloads everything."""
+"""Labels of `PARTS` that each part of train.offload offloads. `layer` offloads everything."""
 
 
 def activation_table(

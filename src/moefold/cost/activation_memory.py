@@ -170,7 +170,7 @@ class ActivationMemory(LayerSizes):
 
     @property
     def delayed_wgrad_head(self) -> int:
-        """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
+        """Delayed weight-gradient bytes of one output-head GEMM, or 0 for a chunked loss, which delays none."""
         if self.loss_chunk_tokens or self.trains_indexers_only:
             return 0
         return self.gathered_tokens * self.item_bytes * (self.model.hidden_size + self.vocab_rows)
@@ -220,7 +220,7 @@ class ActivationMemory(LayerSizes):
 
     @property
     def loss_chunk_tokens(self) -> int:
-        """Tokens whose logits are in memory at a time; 0: all."""
+        """Tokens whose logits are in memory at a time. 0: all."""
         chunk = self.train.loss_chunk_tokens(self.kernels.device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
         return chunk if 0 < chunk < self.gathered_tokens else 0
 
@@ -274,7 +274,7 @@ def activation_memory(
     """Return the activation memory of a recipe that `check_config` passed.
 
     Args:
-        recompute: parts of a layer that are recomputed; None: as the recipe says.
+        recompute: parts of a layer that are recomputed. None: as the recipe says.
     """
     layer = cfg.model.decoder_layers[0]
     return ActivationMemory(

@@ -29,7 +29,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"mi350x", 2306.9),
     (r"mi355x", 2516.6),
 )
-"""Patterns of device names, and TFLOP/s without sparsity; the first match counts."""
+"""Patterns of device names, and TFLOP/s without sparsity. The first match counts."""
 
 
 def peak_bf16_tflops(device_name: str) -> float | None:

@@ -44,7 +44,7 @@ class ParameterCount:
     embedding: int
     """Token embedding, V*H."""
     head: int
-    """Output head, V*H; 0 with tied embeddings."""
+    """Output head, V*H, or 0 with tied embeddings."""
     attention: int
     """Projections of all layers (queries, keys, values, latents, output), with their biases and sinks."""
     dense_mlp: int
@@ -64,7 +64,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters; shared ones count once."""
+        """All parameters. Shared ones count once."""
         trunk = self.attention + self.dense_mlp + self.router + self.shared_experts + self.norms
         return self.embedding + self.head + trunk + self.experts + self.mtp
 
@@ -84,7 +84,7 @@ class FlopCount:
     attention_projections: int
     """Projections of queries, keys, values and output, through latents with MLA."""
     attention_core: int
-    """Attention scores and their product with the values; the only part that grows with seq_len."""
+    """Attention scores and their product with the values, the only part that grows with seq_len."""
     dense_mlp: int
     """SwiGLU of the dense layers."""
     router: int
@@ -192,9 +192,9 @@ def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int =
     """Return the keys that a token attends to in one layer, averaged over the sequence.
 
     Args:
-        window: sliding window in tokens; 0: none.
+        window: sliding window in tokens. 0: none.
         causal: count the half that a causal mask leaves. Has no effect with a window or chunks.
-        chunk_size: tokens of an attention chunk; 0: none.
+        chunk_size: tokens of an attention chunk. 0: none.
     """
     if 0 < chunk_size < seq_len:
         chunks, rest = divmod(seq_len, chunk_size)

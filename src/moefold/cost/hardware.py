@@ -66,7 +66,7 @@ class NetworkLink:
     level: str
     """Name of the level: nvlink, rail, spine, or any other."""
     gpus: Annotated[int, within(Bound("must be a whole number of at least 0 (0: all ranks)", lambda value: value >= 0))]
-    """Ranks that this level connects; 0: all."""
+    """Ranks that this level connects. 0: all."""
     bytes_per_s: Positive
     """Bandwidth per GPU, one way."""
     latency_s: Positive
@@ -136,13 +136,13 @@ class Device:
     links: Annotated[tuple[NetworkLink, ...], AfterValidator(_check_levels)]
     """Network levels, from the fastest and smallest to the slowest and largest."""
     exposed_zero3_fraction: Part | None = None
-    """Part of the collectives of ZeRO-3 that compute does not hide; None: `EXPOSED_ZERO3_FRACTION`."""
+    """Part of the collectives of ZeRO-3 that compute does not hide. None: `EXPOSED_ZERO3_FRACTION`."""
     exposed_offload_fraction: Part | None = None
-    """Part of the copies of an offloaded layer that compute does not hide; None: `EXPOSED_OFFLOAD_FRACTION`."""
+    """Part of the copies of an offloaded layer that compute does not hide. None: `EXPOSED_OFFLOAD_FRACTION`."""
     sources: Annotated[dict[str, str], within(SOURCES)] = field(default_factory=dict)
     """Source of each measured key of `DECIDING_CONSTANTS` on this device. The other keys are unmeasured."""
     site_link: SiteLink | None = None
-    """Connection to other sites; None: not given. No device file has one."""
+    """Connection to other sites. None: not given. No device file has one."""
 
     @property
     def memory_bytes(self) -> float:
@@ -182,11 +182,11 @@ class DetectedMachine:
     device: str
     """Device name in the planner."""
     num_ranks: int
-    """World size of the launcher; without a launcher, the number of this machine's devices."""
+    """World size of the launcher, or without a launcher the number of this machine's devices."""
     is_launched: bool
     """True if a launcher started the ranks."""
     memory_gib: float
-    """Memory of all ranks together; 0: use the memory of the device description."""
+    """Memory of all ranks together. 0: use the memory of the device description."""
     host: str = ""
 
 

@@ -24,7 +24,7 @@ def num_state_slots(slots: int) -> int:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of the cache of a model; MTP layers do not run in decoding."""
+    """Sizes of the cache of a model. MTP layers do not run in decoding."""
 
     model: ModelConfig
     plan: StagePlan
@@ -74,7 +74,7 @@ def cache_sizes(cfg: Config, device_type: str) -> CacheSizes:
 
 
 def rollouts_at_once(cfg: Config) -> int:
-    """Return the largest number of rollouts that a rank decodes in one pass; 0 where a server samples."""
+    """Return the largest number of rollouts that a rank decodes in one pass, or 0 where a server samples."""
     if cfg.rollout.uses_server:
         return 0
     p = (rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg).parallel

@@ -24,7 +24,7 @@ STEADY_MICRO_BATCHES_PER_RANK = 3
 
 
 RunningChunks = tuple[int, int]
-"""Indices of the distinct chunks that run forward and backward; -1: none."""
+"""Indices of the distinct chunks that run forward and backward. -1: none."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepSnapshots:
         stages_by_rank: stage indices of each pipeline rank.
         finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
         merges_equal_chunks: whether micro-batches are counted by distinct chunk, not by stage.
-        running_cache: snapshots of running chunks, shared by the schedules of a model; None: of this schedule only.
+        running_cache: snapshots of running chunks, shared by the schedules of a model. None: of this schedule only.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class StepSnapshots:
         """Return the distinct counts at the start of the slots.
 
         Args:
-            messages: messages in memory at each slot; empty: they are not counted.
+            messages: messages in memory at each slot. Empty: they are not counted.
 
         Returns:
             [snapshots, `MemoryColumns.size` + 2]: the counts and `MemorySnapshots.occurrence`.

@@ -70,7 +70,7 @@ def compute_rank_memory(
 
     Args:
         cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed; None: the recipe's parts.
+        recompute: parts that are recomputed. None: the recipe's parts.
         offload: parts whose saved tensors are offloaded between the passes, all of them in time: with
             `train.offload_waits`, or where copies keep up, and with `train.offload_min_kib` = 0.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.

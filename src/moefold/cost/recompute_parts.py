@@ -37,7 +37,7 @@ def containing_part(part: str, parts: Sequence[str]) -> str | None:
 
 
 def missing_reason(part: str, model: ModelConfig) -> str:
-    """Return why a model lacks a part; "" if it has it."""
+    """Return why a model lacks a part, or "" if it has it."""
     owner = None if part in COMMON_PARTS else part_owners().get(part)
     is_of_attention = part == "core_attention" or owner is not None
     if is_of_attention and not model.has_softmax_attention:

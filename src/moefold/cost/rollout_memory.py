@@ -30,7 +30,7 @@ def sampled_itemsize(cfg: Config) -> dict[str, int]:
 
 
 def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
-    """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them.
+    """Return the bytes of each rank's weights for sampling that it does not share with training, or 0 without them.
 
     With rollout.ranks, these are the bytes of each rollout rank.
     """

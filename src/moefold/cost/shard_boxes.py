@@ -69,7 +69,7 @@ class WeightSharding:
         return cls(cfg.model, fold_mapping(cfg.parallel), plan_stages(cfg), for_training and cfg.parallel.zero > 0)
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """Return the box of each parameter and expert bias that a rank holds, by name; none for empty shards."""
+        """Return the box of each parameter and expert bias that a rank holds, by name. Empty shards have none."""
         return self._boxes_by_coordinates[self._coordinates(rank)]
 
     @cached_property

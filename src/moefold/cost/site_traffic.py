@@ -107,7 +107,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
-        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+        precision: another `sites.precision`, in which all differences are sent. None: the recipe's settings.
     """
     code = recipe_format(cfg.run, cfg.sites, precision)
     count = recipe_fragments(cfg.model, cfg.sites)

@@ -59,7 +59,7 @@ def compute_dtype_bytes(run: RunConfig) -> int:
 
 
 def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> str:
-    """Return a part of the names of the weights that a recipe trains; empty if it trains all."""
+    """Return a part of the names of the weights that a recipe trains, or "" if it trains all."""
     if lora.trains_adapters_only:
         return f".{MODULE_NAME}."
     return ".indexer." if model.trains_indexers_only(train) else ""
@@ -107,7 +107,7 @@ def exchange_sizes(cfg: Config) -> DispatchSizes | None:
 def dispatch_sizes(
     model: ModelConfig, train: TrainConfig, moe: MoEConfig, num_shards: int, item_bytes: int
 ) -> DispatchSizes:
-    """Return the exchange sizes of a micro-batch, at most; `num_shards` ranks share its tokens."""
+    """Return the largest exchange sizes of a micro-batch, whose tokens `num_shards` ranks share."""
     part = model.routed
     return DispatchSizes(
         num_experts=part.num_experts if part else 0,
@@ -119,7 +119,7 @@ def dispatch_sizes(
 
 
 def cast_copy_bytes(run: RunConfig, model: ModelConfig, lora: LoraConfig, name: Unit) -> int:
-    """Return the bytes of an unsharded rank's copies of a unit in the compute type; 0 if that is the master type."""
+    """Return the bytes of an unsharded rank's copies of a unit in the compute type, or 0 if that is the master type."""
     if compute_dtype_bytes(run) == master_dtype_bytes(run) or (name == "embedding" and not model.tie_embeddings):
         return 0
     weights = [weight for weight in unit_weights(model, lora, name) if not weight.is_full_precision]

@@ -75,9 +75,9 @@ class UnitStateMemory:
 
     Args:
         cfg: the recipe. Its mapping does not count.
-        kinds: distinct layers of the model, in the order of `columns`; None: the recipe's.
+        kinds: distinct layers of the model, in the order of `columns`. None: the recipe's.
         item_bytes: bytes of a number of the master weights, 0 if there are only weights in the compute type, and of the
-            gradients; None: of the recipe's types.
+            gradients. None: of the recipe's types.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class UnitStateMemory:
         return StateBytes(weights, gathered, gradients, sums, moments)
 
     def _moments(self, weight: ParamSpec, mapping: StateMapping) -> Iterator[tuple[int, int]]:
-        """Yield the bytes of each state of a weight, and the bytes that decide whether it is offloaded; 0: never.
+        """Yield the bytes of each state of a weight, and the bytes that decide whether it is offloaded. 0: never.
 
         The states are of the optimizer, and of the outer optimizer of sites, which may divide the experts.
         """

@@ -143,7 +143,7 @@ class PublishedCase:
     """True if states are known to be float32 and no whole layer is recomputed, as in the paper's comparison of
     methods."""
     published_flops_per_token: float = 0.0
-    """FLOPs for a token by the source's own formula, if it differs from both conventions; 0: it does not."""
+    """FLOPs for a token by the source's own formula, if it differs from both conventions. 0: it does not."""
 
 
 def read_rows(path: Path) -> list[PublishedRow]:
@@ -197,7 +197,7 @@ def parse_case(row: PublishedRow) -> PublishedCase:
 
 
 def _published_flops_per_token(row: PublishedRow, model: str, workload: TrainingWorkload) -> float:
-    """Return the FLOPs of a token by the source's formula, from its printed step or as known; 0 if there is neither."""
+    """Return the FLOPs of a token by the source's formula, from its printed step or as known, or else 0."""
     printed = _STEP.search(row.method_and_note)
     if printed and row["metric"] == "tflops_per_gpu":
         seconds = float(printed[1] or printed[2])
@@ -378,14 +378,14 @@ class Prediction:
 
     @property
     def error_pct(self) -> float | None:
-        """Error of the prediction in percent of the measurement; None if one of them is OOM."""
+        """Error of the prediction in percent of the measurement, or None if one of them is OOM."""
         if isinstance(self.measured, str) or isinstance(self.predicted, str):
             return None
         return (self.predicted / self.measured - 1) * 100
 
     @property
     def unseen_error_pct(self) -> float | None:
-        """Error under a fit without the configuration; None if the row was not fitted."""
+        """Error under a fit without the configuration, or None if the row was not fitted."""
         return _unseen_errors().get(row_key(self.row))
 
 

@@ -54,7 +54,7 @@ class FoldingComparison:
     global_batch_size: int
     device: Device
     folded: PlannedMapping | None
-    """The best of all mappings; None if none fits."""
+    """The best of all mappings, or None if none fits."""
     coupled: PlannedMapping | None
     """The best mapping of method `coupled+cp`."""
     within_dp: PlannedMapping | None
@@ -69,17 +69,17 @@ class FoldingComparison:
 
     @property
     def gain(self) -> float | None:
-        """Throughput gain of folding over `coupled`; None without both mappings."""
+        """Throughput gain of folding over `coupled`, or None without both mappings."""
         return _gain(self.folded, self.coupled)
 
     @property
     def gain_within_dp(self) -> float | None:
-        """Throughput gain of folding over `within_dp`; None without both mappings."""
+        """Throughput gain of folding over `within_dp`, or None without both mappings."""
         return _gain(self.folded, self.within_dp)
 
     @property
     def saved_s(self) -> dict[str, float]:
-        """Seconds that folding saves in each part of a step; negative where it adds some."""
+        """Seconds that folding saves in each part of a step, negative where it adds some."""
         if self.folded is None or self.coupled is None:
             return {}
         before = self.coupled.time.parts

@@ -36,13 +36,13 @@ class Mamba(AttentionPart):
         return self.num_heads * 64
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield both projections; see base class."""
+        """Yield both projections."""
         width = 2 * self._inner + 2 * 8 * 128 + self.num_heads
         yield ParamSpec("w_in", (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("w_out", (hidden, self._inner), "attention", tp_dim=1)
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the FLOPs of the states; see base class."""
+        """Return the FLOPs of the states."""
         return AttentionCore(state_flops=46 * self._inner * 128)
 
 
@@ -53,15 +53,15 @@ class NoMixer(AttentionPart):
     is_recurrent: ClassVar[bool] = True
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield nothing; see base class."""
+        """Yield nothing."""
         yield from ()
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return a core without states; see base class."""
+        """Return a core without states."""
         return AttentionCore()
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return nothing, and take back the input of the block; see base class."""
+        """Return nothing, and take back the input of the block."""
         return BytesByPart({"residual stream": -sizes.hidden_bytes})
 
 
@@ -72,15 +72,15 @@ class NoNetwork(FeedForwardPart):
     tp_unit: ClassVar[tuple[str, int]] = ("", 0)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield nothing; see base class."""
+        """Yield nothing."""
         yield from ()
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return nothing, and take back the input of the block; see base class."""
+        """Return nothing, and take back the input of the block."""
         return BytesByPart({"residual stream": -sizes.hidden_bytes})
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return nothing; see base class."""
+        """Return nothing."""
         return BytesByPart()
 
 
@@ -88,7 +88,7 @@ class UngatedExperts(find_part("ffn", "moe")):  # type: ignore[misc]
     """Experts, and a shared one, of two matrices."""
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters without the gates; see base class."""
+        """Yield the parameters without the gates."""
         return (weight for weight in super().params(hidden) if not weight.name.endswith("w_gate"))
 
 

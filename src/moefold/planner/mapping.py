@@ -48,7 +48,7 @@ class ParallelMapping:
     mbs: int = 1
     """Samples of a micro-batch."""
     zero: int = 1
-    """ZeRO stage. 0 replicates; 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage. 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
     recompute: tuple[str, ...] = ()
     """Parts of the layers to recompute in the backward pass."""
     offload: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class ParallelMapping:
     overlap: bool = False
     """True if the expert all-to-all of one micro-batch overlaps with the compute of another."""
     schedule: str | Part = DEFAULT_SCHEDULE
-    """Pipeline schedule; `vpp` of 2 or more with "1f1b" means its interleaved form."""
+    """Pipeline schedule. `vpp` of 2 or more with "1f1b" means its interleaved form."""
 
     @property
     def world_size(self) -> int:
@@ -114,7 +114,7 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 
 
 def describe_strategy(mapping: ParallelMapping) -> str:
-    """Describe how a mapping saves memory and hides communication, beyond its degrees; empty without such settings."""
+    """Describe how a mapping saves memory and hides communication, beyond its degrees, or "" without such settings."""
     m = mapping
     words = [schedule_named(m.schedule).kind] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []

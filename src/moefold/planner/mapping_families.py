@@ -127,7 +127,7 @@ def _accepts_both(accepts: Callable[[Fold], bool], degrees: set[tuple[int, ...]]
 
 
 def choose_family(families: list[FamilyBest], name: str | None = None) -> FamilyBest | None:
-    """Return the family of a name; without a name, the family within the error that is nearest to a measurement."""
+    """Return the family of a name, or without a name the family within the error that is nearest to a measurement."""
     named = [one for one in families if (one.is_tie if name is None else one.name == name)]
     return min(named, key=FamilyBest.sort_key, default=None)
 
@@ -165,7 +165,7 @@ def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) 
 
 
 def _differences(row: Mapping[str, str], own: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the axes that differ, with the doublings between the values; 2 for values that are not numbers."""
+    """Yield the axes that differ, with the doublings between the values, or 2 for values that are not numbers."""
     for axis, value in own.items():
         before = row[axis]
         if axis == "gpu" and _generation(before) == _generation(str(value)):

@@ -35,7 +35,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The distinct layers, with MTP (multi-token prediction) layers; RoPE makes no difference."""
+        """The distinct layers, with MTP (multi-token prediction) layers. RoPE makes no difference."""
         return tuple(dict.fromkeys(map(_without_rope, self.config.all_layers)))
 
     @property

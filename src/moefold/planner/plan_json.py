@@ -20,8 +20,8 @@ def result_as_dict(
     """Return the result in the form of `moefold plan --json`: the best mappings, best first, and each family's.
 
     Args:
-        count: number of mappings, each of another fold; None: `DEFAULT_MAPPINGS`.
-        families: the best mapping of each family; None: they are searched.
+        count: number of mappings, each of another fold. None: `DEFAULT_MAPPINGS`.
+        families: the best mapping of each family. None: they are searched.
     """
     request = planner.request
     return (

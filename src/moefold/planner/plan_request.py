@@ -38,7 +38,7 @@ DEFAULT_BATCH_TOKENS = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Settings of a plan except the model and the device; None takes the value of the recipe."""
+    """Settings of a plan except the model and the device. None takes the value of the recipe."""
 
     num_gpus: int | None = None
     """None takes the recipe's."""
@@ -51,33 +51,33 @@ class PlanOptions:
     overrides: Sequence[str] = ()
     """Settings `section.key=value` that override the recipe, or the defaults of a model without one."""
     precision: str | None = None
-    """Number format of the GEMMs; None takes the recipe's, or bf16."""
+    """Number format of the GEMMs. None takes the recipe's, or bf16."""
     imbalance: float = 1.0
     """Routed tokens of the busiest expert-parallel rank over the mean."""
     capacity_factor: float | None = None
-    """Token dropping; 0 is dropless; None takes the recipe's, or 0."""
+    """Token dropping. 0 is dropless. None takes the recipe's, or 0."""
     memory_reserve: float | None = None
-    """GiB of each GPU to leave free; None leaves a share of its memory free."""
+    """GiB of each GPU to leave free. None leaves a share of its memory free."""
     cuda_graphs: Literal["none", "partial", "full"] = "none"
     """Part of the step that is captured."""
     flops: Literal["full", "causal"] = "full"
     """Attention in the FLOP count of the MFU."""
     mtp_flops: Literal["with", "without"] | None = None
-    """Count multi-token prediction in the MFU: with or without; None: with."""
+    """Count multi-token prediction in the MFU: with or without. None: with."""
     method: str = FOLDED
-    """Method of arXiv:2504.14960 that restricts the search; folded: no restriction."""
+    """Method of arXiv:2504.14960 that restricts the search. folded: no restriction."""
     offload: bool = False
     """Search offload of activations and moments to the host's memory too. Its cost is not measured."""
     trace: Path | None = None
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
     lengths: str | None = None
-    """Lengths of the documents: a histogram, a file, or a run folder; None: a sample is one document."""
+    """Lengths of the documents: a histogram, a file, or a run folder. None: a sample is one document."""
     sites: int | None = None
-    """Sites that train one model, each on `num_gpus`; None takes the recipe's."""
+    """Sites that train one model, each on `num_gpus`. None takes the recipe's."""
     site_link: float | None = None
-    """Bytes per second between a site and the others, one way; None takes the device's, if it has any."""
+    """Bytes per second between a site and the others, one way. None takes the device's, if it has any."""
     site_latency: float | None = None
-    """Seconds of a message between sites; None takes the device's, or 0."""
+    """Seconds of a message between sites. None takes the device's, or 0."""
 
 
 def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
@@ -142,7 +142,7 @@ def document_loads(
     """Return the attention work of documents of given lengths under a recipe's context parallelism.
 
     Args:
-        lengths: a histogram, a file or a run folder; None: a sample is one document, and None is returned.
+        lengths: a histogram, a file or a run folder. None: a sample is one document, and None is returned.
 
     Raises:
         ConfigError: there are no such lengths, or the recipe has no documents.

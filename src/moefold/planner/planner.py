@@ -53,7 +53,7 @@ class PlanRequest:
     reserve_gib: float = 0.0
     """Memory that a mapping has to leave free on each device, in GiB."""
     site_link: SiteLink | None = None
-    """Connection to the other sites, to plan their rounds; None: no rounds are planned."""
+    """Connection to the other sites, to plan their rounds. None: no rounds are planned."""
     assumed: Mapping[str, int] = field(default_factory=dict)
     """Options that were not given, with the values that stand for them."""
 
@@ -146,7 +146,7 @@ class Planner:
         return self.space.num_folds
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """Return the first `count` plans that fit, best first; if none fits, only the plan of least memory.
+        """Return the first `count` plans that fit, best first, or only the plan of least memory if none fits.
 
         Raises:
             ConfigError: no mapping is legal.

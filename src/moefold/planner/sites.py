@@ -216,7 +216,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
 
     Args:
         cfg: a recipe with sites that passed `check_config`.
-        precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
+        precision: another `sites.precision`, in which all differences are sent. None: the recipe's settings.
     """
     sites = cfg.sites
     code = recipe_format(cfg.run, cfg.sites, precision)
@@ -335,7 +335,7 @@ def resolve_sites(
 
     Args:
         device: its device, whose link is the default.
-        count: `--sites`; None: the recipe's sites.count.
+        count: `--sites`. None: the recipe's sites.count.
 
     Raises:
         ConfigError: an option is out of its range, or has no effect.

@@ -46,7 +46,7 @@ class RecipeStageSplitter:
         return split_model(cfg.model, cfg.train, cfg.lora, ranks)
 
     def _even_bounds(self, stages: int) -> list[int]:
-        """Return the bounds of even stages in the list of units: the embedding, the layers, the loss; empty: none."""
+        """Return the bounds of even stages in the list of units: the embedding, the layers, the loss. Empty: none."""
         layers = self._cfg.model.num_layers
         if layers % stages == 0:
             return [0, *(1 + i * layers // stages for i in range(1, stages)), layers + 2]

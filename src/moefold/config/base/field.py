@@ -17,7 +17,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class MaxMagnitude:
-    """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.
+    """Largest magnitude of a number, far above the values of any real run. It is checked while a recipe is read.
 
     Numbers without it have the largest magnitude of their type (`config/base/limits.py`).
     """
@@ -27,7 +27,7 @@ class MaxMagnitude:
 
 @dataclass(frozen=True)
 class ReadIf:
-    """Condition for a key to have an effect; on a section: condition of all its other keys.
+    """Condition for a key to have an effect, or on a section for all its other keys to have one.
 
     If a key has several conditions, all must hold.
     """

@@ -1,7 +1,7 @@
 """Upper bounds of recipe values, checked before anything is derived from the values.
 
 Each bound is far above the values of any real run. The annotation of a key's field may have the bound
-(`config/base/field.py`); else the default of its type applies.
+(`config/base/field.py`). Otherwise the default of its type applies.
 """
 
 from math import inf
@@ -34,10 +34,10 @@ MAX_WIDTH = 2**20
 
 
 def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> str:
-    """Return the violated size rule of a value, or its illegal character; "" if it is valid.
+    """Return the violated size rule of a value, or its illegal character, or "" if it is valid.
 
     Args:
-        maximum: largest magnitude of a number; None: the key does not take numbers.
+        maximum: largest magnitude of a number. None: the key does not take numbers.
     """
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
         bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"

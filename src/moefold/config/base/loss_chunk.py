@@ -16,7 +16,7 @@ MIN_LOSS_CHUNK_TOKENS = 256
 
 
 def automatic_loss_chunk(device_type: str, tokens: int, vocab_rows: int) -> int:
-    """Return the tokens of a loss chunk with `train.loss_chunk` = -1; 0: all tokens of a micro-batch.
+    """Return the tokens of a loss chunk with `train.loss_chunk` = -1. 0: all tokens of a micro-batch.
 
     Args:
         tokens: tokens of a micro-batch whose losses a rank computes.

@@ -37,11 +37,11 @@ class ParamSpec:
     """Name of the parameter in its block, or with the block's prefix."""
     shape: tuple[int, ...]
     part: ModelPart
-    """Part of the model for counts of parameters and FLOPs; for matrices also their group of Muon."""
+    """Part of the model for counts of parameters and FLOPs, and for matrices also their group of Muon."""
     tp_dim: int | None = None
-    """Dim sharded by tensor parallelism; None: replicated on every tp rank."""
+    """Dim sharded by tensor parallelism. None: replicated on every tp rank."""
     tp_heads: int = 0
-    """Heads along `tp_dim`, which is replicated if tp does not divide them; 0: always sharded."""
+    """Heads along `tp_dim`, which is replicated if tp does not divide them. 0: always sharded."""
     etp_dim: int | None = None
     """Dim of routed experts sharded by expert tensor parallelism. Dim 0 is sharded over ep."""
     never_as_matrix: bool = False
@@ -49,9 +49,9 @@ class ParamSpec:
     matrix_rows: tuple[int, ...] = ()
     """Rows of the logical matrices, which are updated separately and alternate along dim 0. Empty: one matrix."""
     initial: tuple[float, ...] = ()
-    """Initial values, one for each index of dim 0, or one for all; empty: drawn by `drawn`."""
+    """Initial values, one for each index of dim 0, or one for all. Empty: drawn by `drawn`."""
     drawn: Distribution | None = None
-    """Distribution of initial values (`model/weight_init.py`); None: "normal" for matrices, "ones" for norms ("zeros"
+    """Distribution of initial values (`model/weight_init.py`). None: "normal" for matrices, "ones" for norms ("zeros"
     if they are zero-centred), "zeros" for other vectors."""
     in_exponent: bool = False
     """True if the model exponentiates it, so that rounding it to the compute type has a large effect."""

@@ -36,11 +36,11 @@ class KindOf(NamedTuple):
 
     group: str
     fact: str = ""
-    """Class attribute of the kinds that the key may name, true, or false after "not "; empty: all kinds."""
+    """Class attribute of the kinds that the key may name, true, or false after "not ". Empty: all kinds."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Built-in kinds that the key may name; empty: all."""
+        """Built-in kinds that the key may name. Empty: all."""
         return kinds_with(self.group, *self.required) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
@@ -101,10 +101,10 @@ class Part:
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads outside of the formula."""
     own_kind: ClassVar[str] = ""
-    """Kind of a class of `parts/GROUP.py`; empty: the file, or the entry point, names the kind."""
+    """Kind of a class of `parts/GROUP.py`. Empty: the file, or the entry point, names the kind."""
 
     def __init_subclass__(cls, *, kind: str = "") -> None:
-        """Guard the methods of a class from outside, so that errors name it; see `part_failures`.
+        """Guard the methods of a class from outside, so that errors name it (`part_failures`).
 
         Args:
             kind: `own_kind`.
@@ -135,7 +135,10 @@ class Part:
         yield from ()
 
     def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
-        """Yield the keys without effect with this part, except keys of parts of other kinds; called like `check`."""
+        """Yield the keys without effect with this part, except keys of parts of other kinds.
+
+        It is called like `check`.
+        """
         yield from ()
 
     def shrink(self, small: "SmallSizes") -> Self:
@@ -166,12 +169,12 @@ class Part:
 
 
 def describe_part(part: Part) -> str:
-    """Return the key and kind of a part; if it is from outside, also its distribution or file."""
+    """Return the key and kind of a part, and if it is from outside also its distribution or file."""
     return describe_class(type(part))
 
 
 def checked_build(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
-    """Return the result of a part's `build`; raise RunError if it is of another class."""
+    """Return the result of a part's `build`. Raises RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
         raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, not a {owner.__name__}")
@@ -210,13 +213,13 @@ def parts_in(owner: Any) -> Iterator[Part]:
 
 
 def values_by_key(section: Any) -> dict[str, Any]:
-    """Return the values of a section of a recipe by key; a part as its kind only."""
+    """Return the values of a section of a recipe by key, with the kind of a part only."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
 def kind_or_part(value: str | Part) -> str | Part:
-    """Return the kind of a built-in part, without its settings; return a kind or a part from outside unchanged."""
+    """Return the kind of a built-in part, without its settings. A kind or a part from outside is returned unchanged."""
     return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
 
 
@@ -224,7 +227,7 @@ def without_source(value: Any, *names: str) -> Any:
     """Return the value of a key as plain data without the source of its part, for comparisons.
 
     Args:
-        names: facts to leave out; none: all.
+        names: facts to leave out. Empty: none.
     """
     if not isinstance(value, dict):
         return value
@@ -295,7 +298,7 @@ class Section:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Replace kinds by parts; `check_config` refuses a kind that remains, because no part has it."""
+        """Replace kinds by parts. `check_config` refuses a kind that remains, because no part has it."""
         owner: Any = type(self)
         for name, annotation in _part_annotations(owner):
             value = getattr(self, name)

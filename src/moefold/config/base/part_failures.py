@@ -94,7 +94,7 @@ def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
 
 
 def failure_of_part(error: BaseException) -> RunError | None:
-    """Return the error that names the part from outside whose code failed; None: another cause.
+    """Return the error that names the part from outside whose code failed. None: another cause.
 
     The traceback is more useful for a part that a program defines.
     """
@@ -114,14 +114,14 @@ def _subclasses(base: Any) -> Iterator[Any]:
 
 
 def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
-    """Return the error that names a failed part; None: another cause.
+    """Return the error that names a failed part. None: another cause.
 
     Other causes are errors that moefold raised, full memory, and a lost rank in a collective.
 
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
-        method: the method, for the text after "fails in"; empty: the first called function of its package or file.
-        code: code object of the method, for calls that do not match its signature; None if it has no line.
+        method: the method, for the text after "fails in". Empty: the first called function of its package or file.
+        code: code object of the method, for calls that do not match its signature, or None if it has no line.
     """
     part = parts[0]
     names = _modules_of(error)
@@ -158,7 +158,7 @@ def _is_of_package(module: str) -> bool:
 
 
 def _returns(method: Any, has_torch: bool) -> Any:
-    """Return the annotated result type of a method or property of a base class; Any if it cannot be read."""
+    """Return the annotated result type of a method or property of a base class, or Any if it cannot be read."""
     function = getattr(method, "fget", None) or getattr(method, "func", None) or getattr(method, "__func__", method)
     names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:

@@ -41,7 +41,7 @@ def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages.
 
     Args:
-        words: the built-in kinds that count; empty: all.
+        words: the built-in kinds that count. Empty: all.
     """
     built_in = built_in_kinds(group)
     return (*(words or built_in), *(kind for kind in entry_points_of(group) if kind not in built_in))
@@ -51,7 +51,7 @@ def kinds_text(group: str, words: tuple[str, ...] = ()) -> str:
     """Return the kinds of a group for a message, as `one_of` does: built-in ones, then kinds of installed packages.
 
     Args:
-        words: the built-in kinds that count; empty: all.
+        words: the built-in kinds that count. Empty: all.
     """
     installed = (f"{kind!r} ({origin_of_entry(points[0])})" for kind, points in entry_points_of(group).items())
     return one_of([*map(repr, words or built_in_kinds(group)), *installed])
@@ -72,7 +72,7 @@ EXPERIMENTS = MappingProxyType(
 
 
 def missing_experiment(name: str, group: str, kind: str) -> str:
-    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty."""
+    """Return the refusal of a kind of `moefold-experiments` if that is not installed, or else ""."""
     if kind not in EXPERIMENTS.get(group, ()):
         return ""
     return (
@@ -85,7 +85,7 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
     """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
 
     Args:
-        words: the built-in kinds that count; empty: all.
+        words: the built-in kinds that count. Empty: all.
     """
     if missing := missing_experiment(name, group, kind):
         return Problem("", None, missing)
@@ -160,7 +160,7 @@ def check_class(part: Any, base: type[Any], origin: str) -> None:
 
 
 def check_not_shadowed(group: str, kind: str) -> None:
-    """Check that no installed package has a part with the name of a built-in kind; raise ConfigError if one has."""
+    """Check that no installed package has a part with the name of a built-in kind. Raises ConfigError if one has."""
     if entry := entry_points_of(group).get(kind):
         raise ConfigError(
             f"{origin_of_entry(entry[0])} brings the {group} {kind!r}, which is the name of a built-in kind; uninstall "
@@ -174,14 +174,14 @@ def class_of(group: str, value: Any) -> Any:
 
 
 def kind_of(part: type[Any]) -> str:
-    """Return the kind of the class of a part; MODULE:CLASS for a class that a program made."""
+    """Return the kind of the class of a part, or MODULE:CLASS for a class that a program made."""
     if not is_built_in(part):
         return origin_of(part)[0]
     return part.own_kind or part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
 
 
 def describe_class(part: Any) -> str:
-    """Return the key and kind of a class of parts; if it is from outside, also its distribution or file."""
+    """Return the key and kind of a class of parts, and if it is from outside also its distribution or file."""
     origin = "" if is_built_in(part) else f" ({origin_of(part)[1]})"
     return f"{getattr(part, 'key', part.group)}={kind_of(part)!r}{origin}"
 

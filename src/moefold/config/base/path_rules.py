@@ -10,7 +10,7 @@ NO_TILDE = Bound(
 
 
 def non_unicode_reason(text: str) -> str:
-    """Return the part of a text that is not Unicode, such as a byte of a file name that is not UTF-8; "" if none."""
+    """Return the part of a text that is not Unicode, such as a byte of a file name that is not UTF-8, or "" if none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

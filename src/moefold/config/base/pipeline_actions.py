@@ -56,7 +56,7 @@ def split_pairs(row: SlotRow) -> SlotRow:
 
 
 def execute_order(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
-    """Yield every slot with its rank, after its dependencies; stop when no rank can continue.
+    """Yield every slot with its rank, after its dependencies, until no rank can continue.
 
     The set of these slots does not depend on the order of the ranks.
     """
@@ -87,7 +87,7 @@ def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
 
 
 def find_problem(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
-    """Return the fault of the rows of a schedule, as text to follow the schedule's name; "" if there is none."""
+    """Return the fault of the rows of a schedule, as text to follow the schedule's name, or "" if there is none."""
     done_actions: dict[tuple[int, int], list[str]] = {}
     for rank, row in enumerate(rows):
         for action in (action for slot in row for action in slot):
@@ -115,7 +115,7 @@ def find_problem(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_
 
 
 def find_swapped(rows: Sequence[SlotRow]) -> tuple[Action, Action] | None:
-    """Return two forward passes of a stage of which the first is of a later micro-batch; None if all are in order."""
+    """Return two forward passes of a stage of which the first is of a later micro-batch, or None."""
     last: dict[int, Action] = {}
     for action in (action for row in rows for slot in row for action in slot if action.kind == "F"):
         before = last.setdefault(action.stage, action)
@@ -130,7 +130,7 @@ SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 
 
 def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
-    """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_problem`."""
+    """Return the invalid slots of rows, or slots that contradict the facts of their schedule."""
     slots = [slot for row in rows for slot in row]
     if undeclared := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
         return f" has {', '.join(map(str, undeclared))} in one slot; a slot is one action, or F and then B"

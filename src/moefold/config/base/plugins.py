@@ -70,7 +70,7 @@ def raise_missing(problems: Iterable[object]) -> None:
 
 
 def split_file_kind(kind: str) -> tuple[Path, str] | None:
-    """Split FILE.py:CLASS; return None if a kind has another form."""
+    """Split FILE.py:CLASS, and return None if a kind has another form."""
     path, colon, name = kind.rpartition(":")
     return (Path(path), name) if colon and path.endswith(".py") and name.isidentifier() else None
 
@@ -170,7 +170,7 @@ def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
 
 
 def entry_point_of(group: str, kind: str) -> EntryPoint:
-    """Return the entry point of a kind; raise ConfigError if two distributions have it."""
+    """Return the entry point of a kind. Raises ConfigError if two distributions have it."""
     points = entry_points_of(group)[kind]
     if len(points) > 1:
         names = " and ".join(str(origin_of_entry(point)) for point in points)
@@ -270,7 +270,7 @@ def _is_left_open(method: Any) -> bool:
 
 @cache
 def entry_of(part: Any) -> tuple[str, Origin]:
-    """Return kind and distribution of the entry point of a class; MODULE:CLASS for a class of a program."""
+    """Return kind and distribution of the entry point of a class, or MODULE:CLASS for a class of a program."""
     points = [point for kind_points in entry_points_of(part.group).values() for point in kind_points]
     root = part.__module__.partition(".")[0]
     name = f"{part.__module__}:{part.__qualname__}"

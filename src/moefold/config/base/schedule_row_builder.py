@@ -19,7 +19,7 @@ class RowBuilder:
         return tuple(self._slots)
 
     def add(self, stage: int, kinds: str) -> None:
-        """Append the next micro-batch of each of these kinds, one per slot; B advances both I and W."""
+        """Append the next micro-batch of each of these kinds, one per slot. B advances both I and W."""
         for kind in kinds:
             self._slots.append((self._next_action(stage, kind),))
 
@@ -33,7 +33,7 @@ class RowBuilder:
         self._pending_weight_grads.append(stage)
 
     def add_weight_grads(self, count: int | None = None) -> None:
-        """Append up to `count` of the oldest pending W actions; None: all."""
+        """Append up to `count` of the oldest pending W actions. None: all."""
         pending = self._pending_weight_grads
         for _ in range(len(pending) if count is None else min(count, len(pending))):
             self.add(pending.popleft(), "W")

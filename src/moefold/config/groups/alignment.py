@@ -62,7 +62,7 @@ class AlignmentPart(Part):
     key: ClassVar[str] = "align.method"
     is_for_training: ClassVar[bool] = True
     data_kind: ClassVar[str] = ""
-    """Required `data.kind`; empty: any kind except preferences."""
+    """Required `data.kind`. Empty: any kind except preferences."""
     changes_training: ClassVar[bool] = True
     """True if rewards or preferences change the data or the loss."""
     has_reference: ClassVar[bool] = False
@@ -77,12 +77,12 @@ class AlignmentPart(Part):
 
     @property
     def reward_column(self) -> str:
-        """Column with the reward of a row; empty: no rewards are read."""
+        """Column with the reward of a row. Empty: no rewards are read."""
         return ""
 
     @property
     def prompt_template(self) -> str:
-        """Text with the reward that replaces the last message before the answer; empty: it stays."""
+        """Text with the reward that replaces the last message before the answer. Empty: it stays."""
         return ""
 
     def select(self, rewards: Any, members: Any) -> Any:
@@ -137,7 +137,7 @@ class RewardSelectionPart(RewardPart):
     selects_rows: ClassVar[bool] = True
 
     def select(self, rewards: Any, members: Any) -> Any:
-        """Return the chosen conversations; see base class."""
+        """Return the chosen conversations."""
         raise NotImplementedError
 
 

@@ -32,11 +32,12 @@ class SoftmaxInput(NamedTuple):
     x: "Tensor"
     """Normalised hidden states, [B, S, H]."""
     rotate: "Callable[[Tensor, int], Tensor]"
-    """RoPE over the given number of first dims of heads [B, S, heads, D]; the identity in a layer without RoPE."""
+    """RoPE over the given number of first dims of heads [B, S, heads, D]. In a layer without RoPE it is the
+    identity."""
     norm: "Callable[..., Tensor]"
     """RMSNorm over the last dim with the recipe's epsilon, given the numbers and an optional weight."""
     score_factor: float
-    """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+    """Factor of the scores of latent attention that comes from the scaling of RoPE. 1: none."""
     positions: "Tensor"
     """Positions of the tokens in their documents, [B, S]."""
 
@@ -47,19 +48,19 @@ class SoftmaxHeads(NamedTuple):
     queries: "Tensor"
     """[B, S, A, D]."""
     keys: "Tensor"
-    """[B, S, G, D]; G divides A."""
+    """[B, S, G, D], where G divides A."""
     values: "Tensor"
     """[B, S, G, Dv]."""
     scale: float
     """Factor of the scores."""
     gates: "Tensor | None" = None
-    """Factors of the output of the heads, [B, S, A, Dv or 1]; None: 1."""
+    """Factors of the output of the heads, [B, S, A, Dv or 1]. None: 1."""
     sinks: "Tensor | None" = None
-    """Score of each head's sink, [A]; None if there are no sinks."""
+    """Score of each head's sink, [A], or None if there are no sinks."""
     bias: "Tensor | None" = None
-    """Bias of the output, [H]; None: 0."""
+    """Bias of the output, [H]. None: 0."""
     index_source: "Tensor | None" = None
-    """Input of the projection to the indexer's queries, [B, S, ...]; None: x."""
+    """Input of the projection to the indexer's queries, [B, S, ...]. None: x."""
 
 
 SoftmaxFormula = Callable[[SoftmaxInput], SoftmaxHeads]
@@ -73,7 +74,7 @@ class AttentionCore:
     """
 
     heads: int = 0
-    """Query heads; 0: no softmax attention."""
+    """Query heads. 0: no softmax attention."""
     kv_heads: int = 0
     """Heads of keys and values in the core."""
     key_width: int = 0
@@ -86,13 +87,13 @@ class AttentionCore:
     cached_whole: int = 0
     """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
     cached_expanded: int = 0
-    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: as in other caches."""
+    """Numbers of a head and a token in a cache of heads that are computed from latents. 0: as in other caches."""
     selected: int = 0
-    """Maximum keys of a query, selected by an indexer; 0: all."""
+    """Maximum keys of a query, selected by an indexer. 0: all."""
     values_in_keys: bool = False
     """True if the values are a part of the keys, which is read once."""
     index_width: int = 0
-    """Width of the key of the layer's own indexer; 0: no indexer."""
+    """Width of the key of the layer's own indexer. 0: no indexer."""
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
     state_size: int = 0
@@ -102,7 +103,7 @@ class AttentionCore:
     state_flops: int = 0
     """Forward FLOPs of one token for the states, whatever the context."""
     conv_width: int = 0
-    """Channels of the convolutions over neighbouring tokens, on all tp ranks; 0: none."""
+    """Channels of the convolutions over neighbouring tokens, on all tp ranks. 0: none."""
     conv_kernel: int = 1
     """Tokens that a convolution combines."""
 
@@ -143,7 +144,7 @@ class SpanPart(Part):
 
     @property
     def window(self) -> int:
-        """Maximum keys of a query, including its own key; 0: no limit."""
+        """Maximum keys of a query, including its own key. 0: no limit."""
         return 0
 
     def formula(self) -> "Callable[[Tensor], Tensor] | None":
@@ -152,7 +153,7 @@ class SpanPart(Part):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk of a document, which limits the keys of a query; 0: the whole document."""
+        """Tokens of a chunk of a document, which limits the keys of a query. 0: the whole document."""
         return 0
 
 
@@ -165,7 +166,7 @@ class QueryKeyNorm(Table):
     after_rope: bool = False
     """Apply the norm of each query and key head after RoPE instead of before it (Hunyuan)."""
     weight: bool = True
-    """Learned weights; false: the norms only divide by the root mean square (Llama 4)."""
+    """Learned weights. False: the norms only divide by the root mean square (Llama 4)."""
     in_nope: bool = True
     """Apply the norms in layers without RoPE ('nope' in model.layers) as well."""
 
@@ -198,7 +199,7 @@ class AttentionFrame:
     zero_centered_norms: bool
     """True if the norms of heads multiply by 1 + weight."""
     score_factor: float
-    """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+    """Factor of the scores of latent attention that comes from the scaling of RoPE. 1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +224,7 @@ class AttentionPart(Part):
     rotary_dim: ClassVar[Any] = 0
     """Dims of a head with RoPE, for a part of another package. Built-in parts read the recipe's keys."""
     span: SpanPart | None = None
-    """Limit of the context of a query; None: only causality."""
+    """Limit of the context of a query. None: only causality."""
     has_rope: bool = True
     """True if queries and keys have RoPE."""
 
@@ -239,7 +240,7 @@ class AttentionPart(Part):
 
     @property
     def selector(self) -> IndexerPart | None:
-        """Source of the selected keys of a query; None if a query attends to all keys."""
+        """Source of the selected keys of a query, or None if a query attends to all keys."""
         return None
 
     @property
@@ -276,7 +277,7 @@ class AttentionPart(Part):
 
     @property
     def window(self) -> int:
-        """Sliding window in tokens; 0: none."""
+        """Sliding window in tokens. 0: none."""
         return self.span.window if self.span else 0
 
     @property
@@ -291,7 +292,7 @@ class AttentionPart(Part):
 
     @property
     def index_source(self) -> int:
-        """Width of the latent that the indexer's queries come from; 0: they come from the layer's input."""
+        """Width of the latent that the indexer's queries come from. 0: they come from the layer's input."""
         return 0
 
     def up_weights(self, hidden: int) -> int:
@@ -303,7 +304,7 @@ class AttentionPart(Part):
         return None
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str] | None:
-        """Return the bytes of GEMM inputs and output gradients that a split backward pass holds; None: unknown."""
+        """Return the bytes of GEMM inputs and output gradients that a split backward pass holds. None: unknown."""
         return None
 
     def transient(self, sizes: "LayerSizes") -> Counter[str]:
@@ -313,7 +314,7 @@ class AttentionPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature(Table):
-    """Attention temperature of layers without RoPE (arXiv:2501.19399; Llama 4).
+    """Attention temperature of layers without RoPE, as in Llama 4 (arXiv:2501.19399).
 
     Queries at position p of their document are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens)).
     """
@@ -345,7 +346,7 @@ class OutputGate(Table):
         return heads if self.per_head else heads * value_width
 
     def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the projection; Muon gains nothing from a matrix with one row for each head."""
+        """Yield the projection. Muon gains nothing from a matrix with one row for each head."""
         rows = self.rows(heads, value_width)
         yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, never_as_matrix=self.per_head)
 
@@ -361,10 +362,10 @@ class SoftmaxAttentionPart(AttentionPart):
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
     projection (arXiv:2505.06708)."""
     indexer: Annotated[IndexerPart | None, KindOf("indexer", "not is_shared")] = None
-    """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: attend to all keys."""
+    """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556). none: attend to all keys."""
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the query heads; see base class."""
+        """Return the query heads."""
         return "model.attention.num_heads", self.num_heads
 
     @property
@@ -373,7 +374,7 @@ class SoftmaxAttentionPart(AttentionPart):
         return self.indexer
 
     def with_shared_selection(self) -> Self:
-        """Return the part with a shared indexer of the same sizes; see base class."""
+        """Return the part with a shared indexer of the same sizes."""
         if self.indexer is None:
             return self
         sizes = {field.name: getattr(self.indexer, field.name) for field in fields(self.indexer)}
@@ -391,7 +392,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def gate_size(self) -> int:
-        """Gates of one head; 0: none."""
+        """Gates of one head. 0: none."""
         return self.gate.rows(1, self.value_width) if self.gate else 0
 
     @property
@@ -407,7 +408,7 @@ def gate_bytes(part: SoftmaxAttentionPart, sizes: "LayerSizes") -> int:
 
 
 def norm_param(name: str, width: int, drawn: Distribution | None = None) -> ParamSpec:
-    """Return the weight of an RMSNorm; "ones" if the norm is never zero-centred."""
+    """Return the weight of an RMSNorm, or "ones" if the norm is never zero-centred."""
     return ParamSpec(f"{name}.weight", (width,), "norms", drawn=drawn)
 
 

@@ -54,7 +54,7 @@ class NormPart(Part):
     """Numbers of a token that are saved for backward, without input and output."""
     zero_centered: bool = False
     """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
-    Qwen3-Next); the norm inside linear attention by its weight."""
+    Qwen3-Next). The norm inside linear attention is multiplied by its weight."""
     eps: Annotated[float, POSITIVE] = 1e-6
     """Epsilon of every norm except the norms of latents (mla), whose epsilon is 1e-6."""
 

@@ -28,7 +28,7 @@ class MicroBatchSetPlan:
     ] = 0.1
     """Attention work above the mean that a rank keeps, over the mean (hosts "balanced")."""
     pool: Annotated[int, at_least(0, "0: all ranks")] = 0
-    """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
+    """Ranks that share attention work, a multiple of cp that divides dp*cp. 0: all (hosts "balanced")."""
     block: Annotated[int, at_least(1), MaxMagnitude(MAX_SAMPLE_TOKENS)] = 128
     """Unit in tokens, from the start of a document, for splitting it between ranks (placement "documents", hosts
     "balanced")."""
@@ -60,7 +60,7 @@ _UNPLANNED = MicroBatchSetPlan()
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPart(Part):
-    """Attention over full samples whose tokens are sharded; equal to attention on one rank."""
+    """Attention over full samples whose tokens are sharded, equal to attention on one rank."""
 
     group: ClassVar[str] = "context"
     key: ClassVar[str] = "parallel.context"
@@ -93,8 +93,8 @@ class ContextPart(Part):
 
         Args:
             cp: the `Group` of two or more ranks that share a sample.
-            window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
-            chunk_size: tokens of an attention chunk; 0: no chunks.
+            window: sliding window, the maximum number of keys per query, its own included. 0: no limit.
+            chunk_size: tokens of an attention chunk. 0: no chunks.
         """
         raise NotImplementedError
 

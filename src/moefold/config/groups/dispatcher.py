@@ -114,7 +114,7 @@ class DispatcherPart(Part):
     spreads_experts: ClassVar[bool] = True
     """True if experts may be on other ranks: ep*etp of 2 or more."""
     needs_spread_experts: ClassVar[bool] = False
-    """True if ep*etp=1 is refused; else the local dispatcher replaces it."""
+    """True if ep*etp=1 is refused. Otherwise the local dispatcher replaces it."""
     needs_whole_experts: ClassVar[bool] = False
     """True if etp of 2 or more, and padding to capacity, are refused."""
     is_searched: ClassVar[bool] = True
@@ -126,7 +126,7 @@ class DispatcherPart(Part):
     has_shared_buffers: ClassVar[bool] = False
     """True if all ranks share buffers on the GPUs, which a lost rank leaves unusable."""
     kernel_package: ClassVar[str] = ""
-    """Python package of the dispatcher's kernels, for Hopper GPUs or newer; empty: the dispatcher runs anywhere."""
+    """Python package of the dispatcher's kernels, for Hopper GPUs or newer. Empty: the dispatcher runs anywhere."""
     package_source: ClassVar[str] = ""
     """Source that the package is built from."""
 
@@ -142,7 +142,7 @@ class DispatcherPart(Part):
     training have the same bits."""
 
     resolves_to: ClassVar[tuple[str, str] | None] = None
-    """Kind that takes its place at the start of a run if all ranks can run it, and the kind otherwise; None: itself."""
+    """Kind that takes its place at the start of a run if all ranks can run it, and the kind otherwise. None: itself."""
 
     def unsupported(self, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Yield the reasons why the dispatcher does not support the settings of a recipe, one phrase each.
@@ -249,7 +249,7 @@ class DispatcherPart(Part):
         return 0
 
     def measured_reserved_bytes(self, sizes: DispatchSizes) -> int:
-        """Return `reserved_bytes` for buffers without memory, for `moefold memory --dry`; `build` opens them."""
+        """Return `reserved_bytes` for buffers without memory, for `moefold memory --dry`. `build` opens them."""
         return 0
 
     def build(self, groups: Any, sizes: DispatchSizes) -> Any:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 QueueEntry = tuple[float, int, tuple[int, int, int]]
-"""Routed token of an expert: probability, index of the token in the micro-batch; sample, position and choice."""
+"""Routed token of an expert: probability, index of the token in the micro-batch, sample, position and choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class DropScopePart(Part):
     group: ClassVar[str] = "drop_scope"
     key: ClassVar[str] = "moe.drop_scope"
     is_shared: ClassVar[bool] = True
-    """True if the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
+    """True if the ranks of a micro-batch share a capacity. Otherwise each rank drops only its own tokens."""
 
     def formula(self) -> Callable[[int, Positions], Positions] | None:
         """Return the positions of each capacity, from the length of a sample and the positions of each rank."""

@@ -30,7 +30,7 @@ class ChosenExperts(Protocol):
 
     @property
     def weights(self) -> "Tensor":
-        """Return the routing weights; 0 for a dropped choice."""
+        """Return the routing weights, 0 for a dropped choice."""
         ...
 
 
@@ -142,7 +142,7 @@ class RoutedPart(FeedForwardPart):
     """Inner width of one expert, F."""
     latent_size: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of the dispatched tokens, the input and output of the routed experts: one projection maps the hidden state
-    to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size; 0:
+    to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size. 0:
     none."""
     bias: bool = False
     """Biases of the gate, up and down projections of each routed expert (gpt-oss)."""
@@ -156,7 +156,7 @@ class RoutedPart(FeedForwardPart):
     """Expert that processes every token."""
     zero_experts: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_WIDTH)] = 0
     """Zero-computation experts: additional choices of the router, whose output is the layer's input times the routing
-    weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
+    weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322). 0: none."""
     active_experts: Annotated[
         float,
         at_least(0, "0: as all choices"),
@@ -167,8 +167,8 @@ class RoutedPart(FeedForwardPart):
     """Target of the expert bias with zero_experts: mean number of the top_k choices that are experts with computation.
     0: top_k * num_experts / (num_experts + zero_experts), the mean for equally frequent choices."""
     shortcut: bool = False
-    """Add the output of the routed experts of a layer only after the next layer, which is dense; the output of the
-    shared expert is added in the layer (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+    """Add the output of the routed experts of a layer only after the next layer, which is dense. The output of the
+    shared expert is added in the layer (shortcut-connected MoE, arXiv:2404.05019, as in LongCat-Flash)."""
 
     @property
     def routed(self) -> "RoutedPart":
@@ -177,7 +177,7 @@ class RoutedPart(FeedForwardPart):
 
     @property
     def shared_width(self) -> int:
-        """Inner width of the shared expert; 0: there is none."""
+        """Inner width of the shared expert. 0: there is none."""
         return self.shared.intermediate_size if self.shared else 0
 
     @property
@@ -192,7 +192,7 @@ class RoutedPart(FeedForwardPart):
 
     @property
     def tp_unit(self) -> tuple[str, int]:
-        """The width of the shared expert; see base class."""
+        """The width of the shared expert."""
         return "model.ffn.moe.shared.intermediate_size", self.shared_width
 
     def token_size(self, hidden: int) -> int:

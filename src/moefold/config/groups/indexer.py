@@ -69,7 +69,7 @@ class IndexerPart(Part):
 
     @property
     def key_width(self) -> int:
-        """Width of the key of the layer's own indexer; 0: no indexer."""
+        """Width of the key of the layer's own indexer. 0: no indexer."""
         return 0 if self.is_shared else self.head_dim
 
     @property
@@ -108,7 +108,7 @@ class IndexerPart(Part):
         gradients are saved once for each block of queries.
 
         Args:
-            source: width of the latent that is the input of the indexer's queries; 0: their input is the layer's input.
+            source: width of the latent that is the input of the indexer's queries. 0: their input is the layer's input.
         """
         saved = self.index_bytes(sizes)
         # The loss keeps the gradients of the gathered keys, but no gradients of this rank's own keys.

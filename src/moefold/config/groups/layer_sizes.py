@@ -30,7 +30,7 @@ class KernelProfile:
     """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `state_bytes.caches_quantized_weights`."""
     narrow_values: bool = False
     """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
-    limit it; else they are padded."""
+    limit it. Otherwise they are padded."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,7 +37,7 @@ class LinearAttentionPart(AttentionPart):
     num_key_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Query and key heads. Each serves the same number of value heads."""
     num_value_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
-    """Value heads, each with its own state; a multiple of num_key_heads."""
+    """Value heads, each with its own state, a multiple of num_key_heads."""
     key_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a query and key head."""
     value_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 32
@@ -99,12 +99,12 @@ class LinearAttentionPart(AttentionPart):
         raise NotImplementedError
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the key heads; see base class."""
+        """Return the key heads."""
         return "model.linear_attention.num_key_heads", self.num_key_heads
 
     @property
     def low_ranks(self) -> int:
-        """Sum of the low-rank widths of decays and gate; 0: they are projected directly."""
+        """Sum of the low-rank widths of decays and gate. 0: they are projected directly."""
         return 0
 
     def saved(self, sizes: "LayerSizes") -> Counter[str]:
@@ -119,14 +119,14 @@ class LinearAttentionPart(AttentionPart):
         return saved
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str]:
-        """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
+        """Return the bytes of the projections, and of the inputs of the low ranks."""
         tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
         width = inputs * sizes.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
     def transient(self, sizes: "LayerSizes") -> Counter[str]:
-        """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; exact to 10 %."""
+        """Return the temporary bytes of the recurrence, which is recomputed in the backward pass, exact to 10 %."""
         tp = sizes.parallel.tp
         key, value, heads = self.widths(tp)
         factors = self.c_recurrence if sizes.has_c_recurrence else self.torch_recurrence
@@ -154,7 +154,7 @@ class DeltaRulePart(LinearAttentionPart):
     """Tokens that the causal convolution of each channel combines, itself included."""
 
     def shrink(self, small: "SmallSizes") -> Self:
-        """Return the part with short convolutions; see base class."""
+        """Return the part with short convolutions."""
         return replace(super().shrink(small), conv_kernel=min(self.conv_kernel, small.conv_kernel))
 
     def core(self, hidden: int) -> AttentionCore:

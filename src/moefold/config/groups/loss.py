@@ -31,7 +31,7 @@ class OracleOutput:
 
 
 OracleLoss = Callable[[OracleOutput, Mapping[str, "Tensor"]], "Tensor"]
-"""Loss of a micro-batch, a 0-dim tensor, from predictions and columns, [B, ...] each; "weights" sum to 1 over the
+"""Loss of a micro-batch, a 0-dim tensor, from predictions and columns, [B, ...] each. "weights" sum to 1 over the
 global batch."""
 
 
@@ -54,7 +54,7 @@ class LossPart(Part):
         raise NotImplementedError
 
     def __call__(self, output: Any, columns: Mapping[str, "Tensor"]) -> "Tensor":
-        """Compute the terms for this rank's tokens of a micro-batch, [len(terms)]; see `LossFunction`.
+        """Compute the terms for this rank's tokens of a micro-batch, [len(terms)], as a `LossFunction` does.
 
         Args:
             output: `model.head.ModelOutput`: cross-entropy, log-normalizer and logits on demand.

@@ -31,7 +31,7 @@ class StateSpec(NamedTuple):
 
     name: str
     dtype: str = ""
-    """float32 or bfloat16; empty: the type of the master weights."""
+    """float32 or bfloat16. Empty: the type of the master weights."""
     is_count: bool = False
     """True if the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
@@ -69,19 +69,19 @@ class ForwardOnlyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectedGradient:
-    """Gradient of a step along its perturbation; equal on all ranks."""
+    """Gradient of a step along its perturbation, equal on all ranks."""
 
     value: float
     """Its value before rounding."""
     rounded: float
-    """The value that the update takes; 0 where the value is not finite."""
+    """The value that the update takes, or 0 where the value is not finite."""
 
 
 class ForwardPasses(Protocol):
     """Forward passes of a step without gradients, with a `parallel.batch.Batch`."""
 
     def run(self, batch: Any, step: int, begin_step: Callable[[int, Any], None]) -> "Tensor":
-        """Return this rank's loss terms; calls `begin_step` with step and batch before each pass. Collective."""
+        """Return this rank's loss terms. Calls `begin_step` with step and batch before each pass. Collective."""
 
     def local_losses(self) -> "Tensor":
         """Return this rank's parts of the losses, float64 [passes], to be summed over all ranks."""
@@ -98,7 +98,7 @@ class ForwardPasses(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPart(Part):
-    """Optimizer; without gradients (`needs_gradients`) a step consists of its `passes`."""
+    """Optimizer. Without gradients (`needs_gradients`) a step consists of its `passes`."""
 
     group: ClassVar[str] = "optimizer"
     key: ClassVar[str] = "train.optimizer"
@@ -108,7 +108,7 @@ class OptimizerPart(Part):
     state_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that determine the states and their types, equal for runs that exchange states."""
     rates: ClassVar[MethodRates | None] = None
-    """Learning rates of a recipe without `train.lr`; None if they follow from the method of training."""
+    """Learning rates of a recipe without `train.lr`, or None if they follow from the method of training."""
 
     @property
     def copies_weights(self) -> bool:
@@ -132,7 +132,7 @@ class OptimizerPart(Part):
         raise missing_method(self, "matrix_work")
 
     def build(self, parameters: "Mapping[str, Parameter]", run: Any) -> "Optimizer":
-        """Return the optimizer with all states; may be collective over the stage.
+        """Return the optimizer with all states. This may be collective over the stage.
 
         Its `step` returns False if it has updated nothing.
 
@@ -155,8 +155,8 @@ class OptimizerPart(Part):
         """Return a second implementation of the update, for the oracle, or None if it has no formula.
 
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
-        step subtracts from the weight at learning rate 1, including weight decay; or a function of the learning rate,
-        if the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
+        step subtracts from the weight at learning rate 1, including weight decay, or a function of the learning rate if
+        the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
         reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`, updates the weights
         in place and returns the norm of the gradient that it found.
         """
@@ -168,7 +168,7 @@ class OptimizerPart(Part):
         return 1e-8
 
     def with_moment_dtype(self, dtype: Literal["float32", "bfloat16"]) -> Self:
-        """Return the optimizer with moments of another type; itself if the type is fixed."""
+        """Return the optimizer with moments of another type, or itself if the type is fixed."""
         return self
 
     @property

@@ -23,7 +23,7 @@ class PolicyTokens:
     log_probs: "Tensor"
     """Log-probabilities of the policy in training, with gradient."""
     log_ratio: "Tensor | None"
-    """`log_probs` minus the log-probabilities of the policy that sampled; 0 for tokens that are not sampled. None:
+    """`log_probs` minus the log-probabilities of the policy that sampled, 0 for tokens that are not sampled. None:
     absent."""
     advantages: "Tensor"
     is_trained: "Tensor"
@@ -72,7 +72,7 @@ class ObjectivePart(Part):
         return tokens.log_ratio
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
-        """Return the loss of each token, [B, S/cp]; `tokens.log_ratio` is `log_ratio`."""
+        """Return the loss of each token, [B, S/cp]. `tokens.log_ratio` is `log_ratio`."""
         raise NotImplementedError
 
     def formula(self) -> Callable[[OracleToken], "Tensor"] | None:
@@ -100,8 +100,8 @@ def clipped_loss(tokens: PolicyTokens, low: float, high: float) -> "Tensor":
 
 
 CorrectionFormula = Callable[["Tensor", Callable[["Tensor"], "Tensor"], int], float]
-"""Factor of one token, given the differences of its row, trainer minus sampler, [S]; a function from a row to the
-values of the token's rollout; and its position."""
+"""Factor of one token, given the differences of its row, trainer minus sampler, [S], a function from a row to the
+values of the token's rollout, and its position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ EPS = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantagePart(Part):
-    """Advantages of a batch. Rewards are [P, G] for P prompts with G rollouts each; NaN: no reward."""
+    """Advantages of a batch. Rewards are [P, G] for P prompts with G rollouts each. NaN: no reward."""
 
     group: ClassVar[str] = "advantage"
     key: ClassVar[str] = "rl.advantage"
@@ -170,7 +170,7 @@ class AdvantagePart(Part):
     """False: `moefold verify` compares the loss for given advantages. Tests compare these with TRL."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout, [P, G]; NaN without a reward."""
+        """Return the advantage of each rollout, [P, G], NaN without a reward."""
         raise NotImplementedError
 
 

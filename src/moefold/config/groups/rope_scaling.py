@@ -28,20 +28,20 @@ class RopeScalingPart(Part):
     """Scaling of the rotary frequencies.
 
     All sequences of a run or command have the same frequencies, because cached keys are already rotated: `seq_len` is
-    the number of tokens of the longest sequence; 0: within the original context.
+    the number of tokens of the longest sequence. 0: within the original context.
     """
 
     group: ClassVar[str] = "rope_scaling"
     key: ClassVar[str] = "model.rope.scaling"
     hf_type: ClassVar[str] = ""
-    """`rope_type` in config.json of Hugging Face folders; empty: no such scaling there."""
+    """`rope_type` in config.json of Hugging Face folders. Empty: no such scaling there."""
     hf_names: ClassVar[Mapping[str, str]] = {"original_seq_len": "original_max_position_embeddings"}
     """Names of fields in `rope_parameters` of config.json, if they differ."""
     hf_optional: ClassVar[frozenset[str]] = frozenset()
     """Fields that may be absent in `rope_parameters`."""
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
-        """Return the angle per position of each of `rotary_dim` / 2 pairs of dims, float64; theta is their base."""
+        """Return the angle per position of each of `rotary_dim` / 2 pairs of dims, float64. theta is their base."""
         raise NotImplementedError
 
     def rotated_factor(self, seq_len: int) -> float:
@@ -55,7 +55,7 @@ class RopeScalingPart(Part):
 
     @property
     def context(self) -> int:
-        """Tokens of the context after scaling; 0: unknown."""
+        """Tokens of the context after scaling. 0: unknown."""
         return 0
 
     def formula(self) -> RopeFormula | None:
@@ -84,10 +84,10 @@ class RopeSettings:
     rotary_dim: int
     """Dims of one head that are rotated."""
     interleaved: bool
-    """True if neighbouring dims form a pair; else a pair has a dim of each half."""
+    """True if neighbouring dims form a pair. Otherwise a pair has a dim of each half."""
     scaling: RopeScalingPart
     temperature_scale: float
-    """Scale of the temperature of layers without RoPE, see `Temperature`; 0: none."""
+    """Scale of the temperature of layers without RoPE, see `Temperature`. 0: none."""
     temperature_tokens: int
 
 
@@ -119,7 +119,7 @@ class ContextScaling(FactorScaling):
 
 
 def unscaled_frequencies(theta: float, rotary_dim: int) -> "Tensor":
-    """Return the frequencies without scaling; see `RopeScalingPart.frequencies`."""
+    """Return the frequencies without scaling, in the form of `RopeScalingPart.frequencies`."""
     import torch
 
     return theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)

@@ -29,7 +29,7 @@ class ScoreFormula(NamedTuple):
     num_summed: int
     """Number of best experts whose scores are summed to the score of a group."""
     choose: Callable[..., Any] | None = None
-    """Choices and weights for logits [B, S, E], given K and noise; None if `moe.choice` chooses."""
+    """Choices and weights for logits [B, S, E], given K and noise, or None if `moe.choice` chooses."""
     noise_width: Callable[[int, int], int] | None = None
     """Number of uniform numbers for each token in training, given K and E."""
 
@@ -40,7 +40,7 @@ class WeightedChoice:
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
     ) -> "Tensor":
-        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as in `ChoiceInputs`."""
+        """Return the routing weights of the chosen experts, [T, K]. `noise_TN` is as in `ChoiceInputs`."""
         raise NotImplementedError
 
     def select(self, inputs: "ChoiceInputs", choice: "ChoicePart") -> "Tensor":
@@ -48,7 +48,7 @@ class WeightedChoice:
         return choice.select(inputs)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers that the choices of a token need in training; 0: none."""
+        """Return the uniform numbers that the choices of a token need in training. 0: none."""
         return 0
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
@@ -58,7 +58,7 @@ class WeightedChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterScorePart(WeightedChoice, Part):
-    """Score function of a router. Tensors are float32 or float64; T tokens, E experts, K choices."""
+    """Score function of a router. Tensors are float32 or float64, with T tokens, E experts and K choices."""
 
     group: ClassVar[str] = "router_score"
     key: ClassVar[str] = "model.ffn.moe.router"
@@ -68,7 +68,7 @@ class RouterScorePart(WeightedChoice, Part):
     scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
     num_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
-    """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
+    """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3). 1: no limit."""
     top_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
     """Number of best-scoring groups for the choice of a token's experts."""
     expert_bias: bool = False
@@ -104,7 +104,7 @@ class RouterScorePart(WeightedChoice, Part):
         return "model.ffn.moe.router.normalize=true", "model.ffn.moe.router.normalize=false"
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a chosen expert if all logits are 0 and no sum divides it; None if it is not fixed."""
+        """Return the weight of a chosen expert if all logits are 0 and no sum divides it, or None if it varies."""
         raise NotImplementedError
 
     def softmax_in_decoding(self) -> Literal["pre", "post"] | None:
@@ -142,14 +142,14 @@ class SeparateScorePart(RouterScorePart):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSoftmaxPart(WeightedChoice, Part):
-    """Routing weights from softmax scores. Tensors are float32 or float64; T tokens, E experts, K choices."""
+    """Routing weights from softmax scores. Tensors are float32 or float64, with T tokens, E experts and K choices."""
 
     group: ClassVar[str] = "router_softmax"
     key: ClassVar[str] = "model.ffn.moe.router.softmax"
     sum_to_one: ClassVar[bool] = False
     """True if the weights of a token sum to 1."""
     is_post: ClassVar[bool | None] = None
-    """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
+    """True if the weights are the softmax of the chosen logits, False if of all logits. None: other weights."""
 
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a choice if all logits are equal, or None if it is not fixed."""
@@ -177,7 +177,7 @@ class Tokens(Protocol):
         ...
 
     def is_token(self) -> "Tensor | None":
-        """Return the mask of rows that are not padding, bool [T]; None: all rows."""
+        """Return the mask of rows that are not padding, bool [T]. None: all rows."""
         ...
 
     def global_index(self) -> "Tensor":
@@ -193,7 +193,7 @@ class ChoiceInputs:
     logits_TE: "Tensor"
     scores_TE: "Tensor"
     ranking_TE: "Tensor"
-    """Scores, with the expert bias if the router has one; logits if they give the same ranking."""
+    """Scores, with the expert bias if the router has one, or logits if they give the same ranking."""
     thresholds_E: "Tensor | None"
     """Result of `thresholds`, in training."""
     noise_TN: "Tensor | None"
@@ -226,9 +226,9 @@ class ChoiceFormula(NamedTuple):
     has_aux_loss: bool = False
     """True if the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
-    """Experts from the number of a token, K and E, independent of the values; None if the best values decide."""
+    """Experts from the number of a token, K and E, independent of the values, or None if the best values decide."""
     bias: Callable[[list[OracleScores]], "Tensor"] | None = None
-    """Expert bias after a step, [E], from its micro-batches; None: steps toward an even load."""
+    """Expert bias after a step, [E], from its micro-batches. None: steps toward an even load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class ChoicePart(Part):
         raise NotImplementedError
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield the keys of the losses and biases that balance the experts; see base class."""
+        """Yield the keys of the losses and biases that balance the experts."""
         way_out = "choose moe.choice='topk'"
         if not self.scores_decide:
             yield UnusedKeys(

@@ -51,7 +51,7 @@ class SchedulePart(Part):
         raise NotImplementedError
 
     def overlapped_row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-        """Return the slots of a pipeline rank with `parallel.overlap_experts`; see `row`.
+        """Return the slots of a pipeline rank with `parallel.overlap_experts`, in the form of `row`.
 
         A schedule without it has no phase of one forward and one backward pass, and overlap is refused.
         """
@@ -63,7 +63,7 @@ class SchedulePart(Part):
         return cls.overlapped_row is not SchedulePart.overlapped_row
 
     def rows(self, pp: int, num_stages: int, count: int, *, overlap: bool = False) -> tuple[SlotRow, ...]:
-        """Return the slots of every pipeline rank; see `row`.
+        """Return the slots of every pipeline rank, in the form of `row`.
 
         Raises:
             ConfigError: the file of a schedule cannot be read, or is wrong.
@@ -87,8 +87,8 @@ class SchedulePart(Part):
         docs/pipeline.md has the formulas and measurements.
 
         Args:
-            forward_s: forward pass of one micro-batch through all chunks of one rank; like the other times and
-                `num_stages` a number or an array.
+            forward_s: forward pass of one micro-batch through all chunks of one rank. Like the other times and
+                `num_stages` it is a number or an array.
             backward_s: its backward pass, including weight gradients.
             wgrad_s: the weight-gradient part of `backward_s`.
             pp: pipeline ranks, 2 or more.

@@ -68,7 +68,7 @@ class SiteMethodPart(Part):
         return True
 
     def wire_format(self, itemsize: int) -> Any:
-        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: the size of `sites.precision`.
+        """Return the size of coded differences, a `cost.site_traffic.CodedSize`. None: the size of `sites.precision`.
 
         Args:
             itemsize: bytes of an element before it is coded.
@@ -76,11 +76,11 @@ class SiteMethodPart(Part):
         return None
 
     def wire_code(self, dtype: "torch.dtype") -> Any:
-        """Return the code of differences of a type, a `comm.wire_codes.WireCode`; None: `sites.precision`."""
+        """Return the code of differences of a type, a `comm.wire_codes.WireCode`. None: `sites.precision`."""
         return None
 
     def outer(self) -> Any:
-        """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`; None: this class."""
+        """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`. None: this class."""
         return None
 
     def own_parameters(

@@ -1,1 +1,1 @@
-"""Sections of a recipe, a file each. They name groups of parts and import none; [model] is in `config/model.py`."""
+"""Sections of a recipe, a file each. They name groups of parts and import none. [model] is in `config/model.py`."""

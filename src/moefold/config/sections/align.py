@@ -1,4 +1,4 @@
-"""The [align] section: offline alignment with rewards or preferences; see docs/alignment.md."""
+"""The [align] section: offline alignment with rewards or preferences, described in docs/alignment.md."""
 
 from dataclasses import dataclass
 from typing import Annotated

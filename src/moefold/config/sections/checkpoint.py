@@ -1,4 +1,4 @@
-"""The [checkpoint] section: folder, intervals and resume; see docs/checkpoints.md."""
+"""The [checkpoint] section: folder, intervals and resume, described in docs/checkpoints.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class UpcycleConfig(Table):
     scaling: bool = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
     noise: Annotated[float, at_least(0, "0: none")] = 0.0
-    """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
+    """Add normal noise to each copied tensor, in units of its standard deviation. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +28,18 @@ class CheckpointConfig:
     """Checkpoint folder, intervals and resume."""
 
     dir: Annotated[str, NO_TILDE] = ""
-    """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
+    """Folder of the checkpoints. Empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
     ([remote.md](remote.md))."""
     every: Annotated[int, at_least(0, "0: never")] = 500
-    """Save every this many steps; 0: never during the run. A run with fewer steps saves at its end."""
+    """Save every this many steps. 0: never during the run. A run with fewer steps saves at its end."""
     at_end: bool = True
     """Save after the last step, unless checkpoint.every has just done so."""
     keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
     """Number of newest complete checkpoints to keep. Older ones are deleted after each save. 0 keeps all."""
     keep_every: Annotated[int, at_least(0, "0: none"), ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = 0
-    """Also keep the checkpoint of every this many steps, a multiple of `every`, whatever `keep` is; 0: none."""
+    """Also keep the checkpoint of every this many steps, a multiple of `every`, whatever `keep` is. 0: none."""
     keep_best: Annotated[bool, ReadIf("checkpoint.keep!=0"), ReadIf("checkpoint.every!=0")] = False
-    """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is; RUN/best names it in the commands
+    """Also keep the checkpoint with the lowest held-out loss, whatever `keep` is. RUN/best names it in the commands
     that read a model ([checkpoints.md](checkpoints.md#the-best-checkpoint)). checkpoint.every must be a multiple of
     train.eval_every."""
     verify: Annotated[bool, ReadIf("checkpoint.resume!=never")] = True
@@ -48,7 +48,7 @@ class CheckpointConfig:
     """Write during training from a copy in host memory, which is as large as a rank's weights and moments."""
     peer_every: Annotated[int, at_least(0, "0: never"), ReadIf("faults.on_loss=regroup")] = 0
     """Copy each rank's state to its host memory, and its shards to the host memory of a rank of another replica, every
-    this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
+    this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)). 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. A path: this checkpoint."""
     init_from: Annotated[str, VerifyAs.START] = ""
@@ -62,7 +62,7 @@ class CheckpointConfig:
 
     @property
     def start(self) -> str:
-        """Initial weights of a new run; empty: random."""
+        """Initial weights of a new run. Empty: random."""
         return self.upcycle.dense if self.upcycle else self.init_from
 
     @property

@@ -1,4 +1,4 @@
-"""The [data] section: source of the training tokens; see docs/data.md."""
+"""The [data] section: source of the training tokens, described in docs/data.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -20,21 +20,22 @@ class DataConfig:
     ([api.md](api.md)). task: problems generated from run.seed, with their answers, or without them for reinforcement
     learning. prompts: JSON lines for reinforcement learning ([rl.md](rl.md))."""
     path: Annotated[str | tuple[str, ...], ReadIf("data.kind=text|tokens|huggingface|sft|preference|prompts")] = ""
-    """File or folder, or a list of them (text, tokens, sft, preference, prompts); huggingface: also a name on the
-    hub. May be remote ([remote.md](remote.md))."""
+    """File or folder, or a list of them (text, tokens, sft, preference, prompts). huggingface: also a name on the hub.
+    May be remote ([remote.md](remote.md))."""
     task: Annotated[Literal["sort", "add", "countdown"], ReadIf("data.kind=task")] = "sort"
     """Problems of kind "task". sort: sort digits. add: add two numbers. countdown: combine all given numbers by + - *
     to a target."""
     task_size: Annotated[int, at_least(1), ReadIf("data.kind=task")] = 4
     """Digits to sort, digits of each summand, or numbers to combine (task)."""
     weights: Annotated[tuple[float, ...], ReadIf("data.kind=text|tokens|huggingface|sft|preference")] = ()
-    """Sampling weight of each path, in any unit; empty: paths are concatenated, so that each counts by its size."""
+    """Sampling weight of each path, in any unit. Empty: paths are concatenated, so that each counts by its size."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json or its folder, which may be remote or hf://ORG/NAME."""
     token_dtype: Annotated[Literal["uint16", "uint32", "int32", "int64"], ReadIf("data.kind=tokens")] = "uint16"
-    """Type of the ids in a .bin file; .npy files store their own."""
+    """Type of the ids in a .bin file. .npy files store their own."""
     validation_fraction: Annotated[float, BELOW_ONE, ReadIf("data.kind!=program")] = 0.05
-    """Fraction of the tokens (sft, preference: of the rows; task, prompts: of the prompts) held out for evaluation."""
+    """Fraction held out for evaluation, of the tokens, or of the rows (sft, preference) or the prompts (task,
+    prompts)."""
     document_end: Annotated[
         int,
         Bound("must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1),
@@ -49,11 +50,11 @@ class DataConfig:
         "concatenate"
     )
     """Packing of documents. concatenate: the stream of all documents is split every seq_len tokens. best_fit: no
-    document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830;
-    python-docs, text, tokens, huggingface)."""
+    document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830). For
+    python-docs, text, tokens and huggingface."""
     corrupt: Annotated[Literal["fatal", "skip"], ReadIf("data.kind=text|tokens|huggingface|sft|preference")] = "fatal"
-    """Handling of files that cannot be read to their end: fatal refuses the run; skip leaves out each such file as a
-    whole and lists it in the log, token files also when they become unreadable during the run
+    """Handling of files that cannot be read to their end. fatal: the run is refused. skip: each such file is left out
+    as a whole and listed in the log, token files also when they become unreadable during the run
     ([data.md](data.md#corrupt-files))."""
     shuffle: Annotated[bool, ReadIf("data.kind!=program"), ReadIf("data.kind!=task")] = True
     """Visit the samples of each epoch in an order drawn from run.seed."""
@@ -70,12 +71,12 @@ class DataConfig:
     streaming: Annotated[bool, ReadIf("data.kind=huggingface")] = False
     """Tokenise during training, in bounded memory and without a cache (huggingface)."""
     chat_template: Annotated[str, ReadIf("data.kind=sft|preference|prompts")] = ""
-    """File with a Jinja chat template; empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
+    """File with a Jinja chat template. Empty: the tokenizer's own, ChatML for bytes (sft, preference, prompts)."""
     overlong: Annotated[Literal["cut", "refuse"], ReadIf("data.kind=sft|preference")] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
     skip_bad_rows: Annotated[bool, ReadIf("data.kind=sft|preference|prompts")] = False
     """Skip rows that are not a conversation, pair or prompt, that the template refuses, or that lack the reward or the
-    columns of the verifier, and log their number; false: the first one ends the run (sft, preference, prompts)."""
+    columns of the verifier, and log their number. False: the first one ends the run (sft, preference, prompts)."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The [lora] section: low-rank adapters; see docs/lora.md."""
+"""The [lora] section: low-rank adapters, described in docs/lora.md."""
 
 from dataclasses import dataclass
 from typing import Annotated

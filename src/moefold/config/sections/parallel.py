@@ -1,4 +1,4 @@
-"""The [parallel] section: degrees of both views of the ranks; see docs/folding.md."""
+"""The [parallel] section: degrees of both views of the ranks, described in docs/folding.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ class ParallelConfig(Section):
     """Degrees of both views of the ranks (attention and MoE). dp and edp follow from world_size."""
 
     mapping: Literal["given", "auto"] = "given"
-    """auto: `moefold train` plans the axes that the recipe leaves out ([planner.md](planner.md)); `parallel = "auto"`
+    """auto: `moefold train` plans the axes that the recipe leaves out ([planner.md](planner.md)). `parallel = "auto"`
     at the top level is short for it. Without world_size: all ranks of the launcher, or all devices of the machine."""
     world_size: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Total number of ranks."""
@@ -39,7 +39,7 @@ class ParallelConfig(Section):
     """Stage of each part of the model, as "Ett|(ttt|)*2tL": E embedding, t layer, m MTP (multi-token prediction) layer,
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
-    """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
+    """0: replicate. 1: shard the optimizer state. 2: and the gradients. 3: and the parameters."""
     dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
     """Token dispatcher of the MoE layers."""
     overlap_experts: bool = False

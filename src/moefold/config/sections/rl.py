@@ -1,4 +1,4 @@
-"""The [rl], [rollout] and [reward] sections: reinforcement learning; see docs/rl.md."""
+"""The [rl], [rollout] and [reward] sections: reinforcement learning, described in docs/rl.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,12 +11,12 @@ HTTP = ("http://", "https://")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig(Section):
-    """Reinforcement learning with verifiable rewards; on if group_size is above 0 ([rl.md](rl.md))."""
+    """Reinforcement learning with verifiable rewards, on if group_size is above 0 ([rl.md](rl.md))."""
 
     group_size: Annotated[
         int, Bound("must be at least 2, or 0 (no reinforcement learning)", lambda size: size >= 2 or size == 0)
     ] = 0
-    """Rollouts sampled for each prompt, G (arXiv:2402.03300); 0: no reinforcement learning. train.global_batch_size
+    """Rollouts sampled for each prompt, G (arXiv:2402.03300). 0: no reinforcement learning. train.global_batch_size
     counts rollouts, and is a multiple of it."""
     objective: Annotated[str | Part, KindOf("objective")] = "policy"
     """Loss of the sampled tokens."""
@@ -31,14 +31,14 @@ class RLConfig(Section):
     staleness: Annotated[int, at_least(0, "0: the newest weights sample")] = 0
     """Optimizer steps between the weights that sample a rollout and those that first train on it: rollouts of step n
     are sampled by the weights after step n - 1 - staleness, or by the initial weights. A multiple of rl.updates. Above
-    0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks sample and train
+    0, rollout.ranks can sample while the other ranks train. Without rollout.ranks the training ranks sample and train
     alternately, with the same results ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     correction: Annotated[str | Part, KindOf("correction")] = "none"
     """Importance weight of a token if the log-probabilities of the sampler differ from training: from the factor c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient."""
     replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose. Their
-    routing weights have gradients. auto: on if sampling differs from training by rounding, or updates is above 1; the
+    routing weights have gradients. auto: on if sampling differs from training by rounding, or updates is above 1. The
     log says which."""
     mismatch_limit: Annotated[float, at_least(0, "0: by dtype and sampler")] = 0.0
     """Largest mean difference between the log-probabilities of the sampler and of training, in nats, in a step on
@@ -46,7 +46,7 @@ class RLConfig(Section):
     0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in float32, and 0.1 in bfloat16 or with
     moe.dispatch_precision. On rollouts of older weights (staleness) the limit is 1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
-    """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
+    """Coefficient of the KL divergence from the reference model. 0: no reference model is in memory."""
     kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
     """Estimator of the KL divergence (J. Schulman, 2020)."""
     reference: Annotated[
@@ -56,7 +56,7 @@ class RLConfig(Section):
     Hugging Face folder, as for checkpoint.init_from."""
     reset_patience: Annotated[int, at_least(0, "0: off"), ReadIf("rl.kl")] = 0
     """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
-    moments become zero (ProRL, arXiv:2505.24864); 0: never."""
+    moments become zero (ProRL, arXiv:2505.24864). 0: never."""
     mixed_only: bool = False
     """Replace groups with equal rewards, which have no gradient, by groups of other prompts (DAPO's dynamic
     sampling)."""
@@ -66,7 +66,7 @@ class RLConfig(Section):
     """Rollouts that rollout.max_tokens cuts off. keep: scored as any other. zero: reward 0. ignore: not trained on."""
     length_penalty_from: Annotated[int, at_least(0, "0: off")] = 0
     """Tokens of a rollout from which its reward falls linearly, by 1 at rollout.max_tokens (DAPO's soft overlong
-    punishment); 0: never."""
+    punishment). 0: never."""
 
     @property
     def is_on(self) -> bool:
@@ -88,28 +88,28 @@ class RolloutConfig:
     ] = "http://127.0.0.1:8000"
     """Address of the vLLM server."""
     folder: Annotated[str, ReadIf("rollout.engine=vllm")] = ""
-    """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; the model of the
-    recipe. Each round's weights are written to its subfolder rollout_weights."""
+    """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it. It has the model
+    of the recipe. Each round's weights are written to its subfolder rollout_weights."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("rollout.engine=vllm")] = 300.0
     """Time limit of the vLLM server for loading weights, and for sampling the rollouts of a round."""
     ranks: Annotated[int, at_least(0, "0: the training ranks sample")] = 0
-    """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
-    The degrees below apply to these ranks. 0: the ranks that train also sample."""
+    """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile. This needs
+    rl.staleness. The degrees below apply to these ranks. 0: the ranks that train also sample."""
     tp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Tensor-parallel degree of sampling; 0: as in training. If one of tp, pp, ep and etp differs from training, the
+    """Tensor-parallel degree of sampling. 0: as in training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
     ([rl.md](rl.md#another-mapping-for-sampling)). The other ranks are dp."""
     pp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Pipeline ranks of sampling; 0: as in training."""
+    """Pipeline ranks of sampling. 0: as in training."""
     ep: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Expert-parallel degree of sampling; 0: as in training."""
+    """Expert-parallel degree of sampling. 0: as in training."""
     etp: Annotated[int, at_least(0, "0: as in training")] = 0
-    """Expert-tensor-parallel degree of sampling; 0: as in training."""
+    """Expert-tensor-parallel degree of sampling. 0: as in training."""
     experts: Literal["exchange", "fetch", "whole"] = "exchange"
     """Access of sampling ranks to the experts. exchange: tokens are sent to the ranks of their experts, so
     data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each
     rank holds its part and reads the others from the memory of its peers, on one machine, so no rank waits for another
-    (DWDP, arXiv:2604.01621); CPU only, without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
+    (DWDP, arXiv:2604.01621), on CPU only and without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
     max_tokens: Annotated[int, at_least(1)] = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: Annotated[float, POSITIVE] = 1.0
@@ -117,7 +117,7 @@ class RolloutConfig:
     slots: Annotated[int, at_least(1)] = 256
     """Maximum number of rollouts that a rank decodes at once, or has in flight at a vLLM server."""
     pass_tokens: Annotated[int, at_least(1), ReadIf("rollout.engine=own")] = 2048
-    """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together; at least slots."""
+    """Maximum number of tokens of one forward pass of a rank, of prompts and rollouts together, at least slots."""
     cache_gib: Annotated[float, POSITIVE, ReadIf("rollout.engine=own")] = 1.0
     """GiB of cached keys and values of a rank. Rollouts that do not fit wait, or are computed again."""
     cache: Annotated[Literal["latents", "heads"], ReadIf("rollout.engine=own")] = "latents"
@@ -140,10 +140,10 @@ class RewardConfig:
 
     use: str | tuple[str, ...] = ""
     """Reward function, or a list of them: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with
-    TRL's signature f(prompts, completions, **columns); empty: the verifier of data.task. The reward of a rollout is the
+    TRL's signature f(prompts, completions, **columns). Empty: the verifier of data.task. The reward of a rollout is the
     sum of the results that are not None."""
     weights: tuple[float, ...] = ()
-    """Factor of each reward function in the sum, in the order of use (TRL's reward_weights); empty: 1 each."""
+    """Factor of each reward function in the sum, in the order of use (TRL's reward_weights). Empty: 1 each."""
     timeout_s: Annotated[float, POSITIVE] = 10.0
     """Maximum time of one call of a Python function."""
     workers: Annotated[int, at_least(1)] = 2

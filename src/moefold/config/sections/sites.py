@@ -1,4 +1,4 @@
-"""The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
+"""The [sites] section: training across jobs that exchange weights rarely, described in docs/sites.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -27,16 +27,16 @@ class SitesConfig(Section):
     meet: Annotated[str, ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = ""
     """HOST:PORT of `moefold meet`, the meeting point of the sites. May be empty only with number -1."""
     secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), VerifyAs.FILES, SAME_RUN] = ""
-    """File with the shared secret that signs every message to and from the meeting point; empty: the environment
+    """File with the shared secret that signs every message to and from the meeting point. Empty: the environment
     variable MOEFOLD_SITES_SECRET. Required unless the meeting point is on this machine."""
     method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS] = "mean"
-    """Operation of a round; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). Further kinds are
-    [experiments](experiments/index.md)."""
+    """Operation of a round. It also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). Further kinds
+    are [experiments](experiments/index.md)."""
     every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
     first: Annotated[int, at_least(0), READ_IF_ROUNDS] = 0
-    """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
+    """No round up to this step. run.steps: a single one, after the last step. The last step always ends with a
     round."""
     fragment_layers: Annotated[int, at_least(0, "0: all layers"), READ_IF_ROUNDS] = 0
     """Layers of a fragment, strided over the model. Each fragment has a round every `every` steps, at a different step.
@@ -50,20 +50,20 @@ class SitesConfig(Section):
     """Number format of sent values. int8 and fp4 (sign and exponent) have a float32 scale for each 256 values. Sums are
     float32. float32: float64 in runs of run.dtype float64."""
     residual: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count")] = 0.0
-    """Factor of the coding error that is added to the next round (error feedback); 0: no feedback."""
+    """Factor of the coding error that is added to the next round (error feedback). 0: no feedback."""
     lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step."""
     momentum: Annotated[float, BELOW_ONE] = 0.0
-    """Momentum of the outer step; 0: none."""
+    """Momentum of the outer step. 0: none."""
     nesterov: Annotated[bool, ReadIf("sites.momentum")] = True
-    """Nesterov momentum in the outer step; false: heavy-ball momentum."""
+    """Nesterov momentum in the outer step. False: heavy-ball momentum."""
     moments: Annotated[Literal["keep", "average", "reset"], READ_IF_ROUNDS] = "keep"
     """Moments of the inner optimizer after a round: keep the site's own, average over the sites (sent in full), or
     reset to zero."""
     weigh: Annotated[Literal["tokens", "even"], ReadIf("sites.count")] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or equal weights."""
     quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), VerifyAs.FILES] = 0
-    """Minimum number of sites of a round, which is skipped if there are fewer; 0: more than half of count."""
+    """Minimum number of sites of a round, which is skipped if there are fewer. 0: more than half of count."""
     grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = 0.0
     """Time that a round with a quorum waits for late sites, counted from the first site. The round then continues
     without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits timeout_s."""
@@ -92,7 +92,7 @@ class SitesConfig(Section):
 
     @property
     def num_expert_owners(self) -> int:
-        """Return the number of sites among which the experts of a layer are divided; 1: each site trains all."""
+        """Return the number of sites among which the experts of a layer are divided. 1: each site trains all."""
         return self.count if self.owns_experts else 1
 
     @property

@@ -36,13 +36,13 @@ class TrainConfig(Section):
     """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction. Weights
     and learning rate are kept ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
-    """Maximum global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm. 0 turns clipping off."""
     recompute: Annotated[tuple[str, ...], VerifyAs.SPEED] = ()
     """Parts of the layers that are not saved for backward but recomputed (activation checkpointing): norms,
     core_attention, mla_up, dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise
     the same result. auto, as the only value: the cheapest set of parts whose step fits into memory_budget_gib."""
     memory_budget_gib: Annotated[float, at_least(0, "0: the device's"), VerifyAs.SPEED] = 0.0
-    """Estimated peak memory per rank that recompute "auto" may use; 0: 90 % of the smallest GPU's memory, and refused
+    """Estimated peak memory per rank that recompute "auto" may use. 0: 90 % of the smallest GPU's memory, and refused
     on CPU."""
     offload: Annotated[tuple[str, ...], VerifyAs.SPEED] = ()
     """Parts of the layers whose activations are offloaded between the passes: norms, core_attention, dense_mlp,
@@ -66,7 +66,7 @@ class TrainConfig(Section):
     """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: tensors
     that cannot be copied out and back in time stay in memory."""
     precision: Annotated[Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"], VerifyAs.FORMAT] = "dtype"
-    """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
+    """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)). dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
     loss: Annotated[str | Part, KindOf("loss"), ReadIf("rl.group_size=0")] = "next_token"
     """Loss of the last stage, on all data except preferences and rollouts."""
@@ -74,8 +74,8 @@ class TrainConfig(Section):
         int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1), VerifyAs.SPEED
     ] = -1
     """Tokens of a rank whose logits are in memory at a time. The backward pass recomputes them. 0: all tokens of a
-    micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
-    above, the tokens with 2**28 logits on a GPU or 2**24 on a CPU, at least 256, which is logged."""
+    micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank.
+    Above, the tokens with 2**28 logits on a GPU or 2**24 on a CPU, at least 256, which is logged."""
     mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.attention.indexer")] = "sparse"
@@ -86,11 +86,11 @@ class TrainConfig(Section):
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. It has no gradient for other weights. 0: no learning."""
     eval_every: Annotated[int, at_least(0, "0: never"), MaxMagnitude(MAX_STEPS), VerifyAs.FILES] = 0
-    """Evaluate on held-out text every this many steps and after the last one; 0: never."""
+    """Evaluate on held-out text every this many steps and after the last one. 0: never."""
     eval_at_start: Annotated[bool, ReadIf("train.eval_every"), ReadIf("rl.group_size=0"), VerifyAs.FILES] = False
     """Also evaluate before the first step: a line of step 0 in metrics.jsonl."""
     eval_samples: Annotated[int, at_least(1), MaxMagnitude(2**26), ReadIf("train.eval_every"), VerifyAs.FILES] = 16
-    """Held-out samples per evaluation, each used once; all samples if there are fewer."""
+    """Held-out samples per evaluation, each used once, or all samples if there are fewer."""
 
     @property
     def quantizes_gemms(self) -> bool:
@@ -107,7 +107,7 @@ class TrainConfig(Section):
         return -(-self.global_batch_size // (self.micro_batch_size * dp))
 
     def num_padding_micro_batches(self, dp: int) -> int:
-        """Return the micro-batches of only padding in a step, on the last ranks; 0 if dp divides the batch."""
+        """Return the micro-batches of only padding in a step, on the last ranks, or 0 if dp divides the batch."""
         return self.num_micro_batches(dp) * dp - self.global_batch_size // self.micro_batch_size
 
     def loss_tokens(self, cp: int) -> int:
@@ -115,7 +115,7 @@ class TrainConfig(Section):
         return self.seq_len * self.micro_batch_size // cp
 
     def loss_chunk_tokens(self, device_type: str, *, cp: int, vocab_rows: int) -> int:
-        """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch.
+        """Return the number of tokens whose logits are in memory at a time. 0: all of a micro-batch.
 
         Args:
             cp: context-parallel ranks.

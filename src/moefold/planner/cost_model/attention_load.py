@@ -22,11 +22,11 @@ class AttentionPeers(NamedTuple):
     dp: int
     mbs: int
     group: int
-    """Consecutive ranks of dp x cp that wait for each other in every layer; divides dp x cp."""
+    """Consecutive ranks of dp x cp that wait for each other in every layer, a divisor of dp x cp."""
     num_sets: int
     """Micro-batches of a step."""
     ranks_per_node: int = 0
-    """Consecutive ranks of dp x cp that the first link level connects, a node; 0: all."""
+    """Consecutive ranks of dp x cp that the first link level connects, a node. 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def attention_peers(
 
     Args:
         is_coupled: ep neighbours are tp*cp ranks apart, as before folding.
-        gpus_per_node: GPUs that the first link level connects; 0: all.
+        gpus_per_node: GPUs that the first link level connects. 0: all.
     """
     m = mapping
     if not has_experts:

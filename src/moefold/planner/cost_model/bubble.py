@@ -36,7 +36,7 @@ def bubble_s(
 def simulated_bubble_s(
     schedule: str | Part, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, vpp: int, num_micro_batches: int
 ) -> Any:
-    """Execute the rows of a schedule with equal chunks and messages that take no time; see `bubble_s`."""
+    """Execute the rows of a schedule with equal chunks and messages that take no time, for `bubble_s`."""
     seconds = {"F": forward_s / vpp, "B": backward_s / vpp, "I": (backward_s - wgrad_s) / vpp, "W": wgrad_s / vpp}
     finished_at: dict[ActionResult, Any] = {}
     rank_free_at: list[Any] = [0.0] * pp

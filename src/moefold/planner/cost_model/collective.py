@@ -88,7 +88,7 @@ def all_to_all_s(
     Args:
         sent_bytes: bytes of all routed tokens of one rank, a number or an array.
         routing: given for kernels that send a token once to each rank, and over the network once to each unit of it
-            (DeepEP, HybridEP); None: once for each expert.
+            (DeepEP, HybridEP). None: once for each expert.
     """
     slowest = latency = 0.0
     for link, below, units in levels_of(device, group):

@@ -279,7 +279,7 @@ def _placement(mapping: ParallelMapping) -> str:
 
 
 def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec], float]) -> float:
-    """Return the mean of a value over the elements of weights, each with their number; 0 without a weight."""
+    """Return the mean of a value over the elements of weights, each with their number, or 0 without a weight."""
     total = sum(numel for numel, _ in weights)
     return sum(numel * value(weight) for numel, weight in weights) / total if total else 0.0
 

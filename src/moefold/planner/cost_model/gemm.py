@@ -116,7 +116,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
     """Return the recipe with the precision to price, and the planner's name of the precision.
 
     Args:
-        given: --precision, which takes precedence; None: the precision of the recipe.
+        given: --precision, which takes precedence. None: the precision of the recipe.
 
     Raises:
         ConfigError: the runtime would emulate the precision there, which has no price, or the rate of the compute type
@@ -148,7 +148,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
 
 
 def matrix_unit_unsupported_reason(run: RunConfig, precision: str, device: Device) -> str:
-    """Return why GEMMs of a precision do not run on the matrix units of a device; empty if they do.
+    """Return why GEMMs of a precision do not run on the matrix units of a device, or "" if they do.
 
     The reasons are the same as in `parallel/kernels/select.py`, with the device's table in place of its compute
     capability.
@@ -165,7 +165,7 @@ def matrix_unit_unsupported_reason(run: RunConfig, precision: str, device: Devic
 
 
 def dtype_unsupported_reason(run: RunConfig, device: Device) -> str:
-    """Return why the compute type has no price on a device; empty if it has one."""
+    """Return why the compute type has no price on a device, or "" if it has one."""
     if run.dtype == "bfloat16" or run.dtype in device.wide_flops:
         return ""
     return f"nothing is known of {device.name} in {run.dtype}"

@@ -139,7 +139,7 @@ class Projections(NamedTuple):
     latent_width: int
     """Columns of the down-projections to latents, which tp replicates."""
     latent_rank: int
-    """Mean width of the latents that are projected up to the heads; 0: heads are projected from the hidden state."""
+    """Mean width of the latents that are projected up to the heads. 0: heads are projected from the hidden state."""
     index_params: int
     """Weights of the indexer, which tp replicates. Each rank projects its own tokens."""
 
@@ -271,7 +271,7 @@ class LayerCostModel:
     def mixer(self, kind: int, mapping: ParallelMapping, peers: AttentionPeers | None = None) -> BlockTime:
         """Return the time of the token mixer (attention or a recurrence) of one layer kind.
 
-        With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other; None gives the
+        With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other. None gives the
         mean work to each rank.
         """
         layer = self.model_spec.kinds[kind]

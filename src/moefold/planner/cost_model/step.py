@@ -144,9 +144,9 @@ class CostModel:
     """Cost model of the mappings of one model on one device for one workload.
 
     Args:
-        activation_memory: bytes that layers save for backward, which offload moves; None: a recipe with only the model
+        activation_memory: bytes that layers save for backward, which offload moves. None: a recipe with only the model
             gives them.
-        split: the layers of each stage; None: balanced by FLOPs.
+        split: the layers of each stage. None: balanced by FLOPs.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class CostModel:
         """Compute the time of one layer for a micro-batch, with launches and exposed communication.
 
         Args:
-            strategies: memory strategies; None: the mapping's own.
+            strategies: memory strategies. None: the mapping's own.
         """
         strategies = strategies or MemoryStrategies((memory_strategy(mapping),))
         mixer, feed_forward = blocks = self.blocks(kind, mapping)

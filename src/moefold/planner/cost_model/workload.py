@@ -46,7 +46,7 @@ class BytesPerParam:
     """Bytes of the states of a parameter."""
 
     master: int
-    """Master weight; 0 where the bfloat16 weight is the only one."""
+    """Master weight, or 0 where the bfloat16 weight is the only one."""
     gradient: int
     moment: int
     """Each of the two moments: 2, or the bytes of the gradient."""
@@ -72,7 +72,7 @@ class TrainingWorkload:
     routing: "RecordedRouting | None" = None
     """Routing of a run, whose imbalance at each ep takes the place of `imbalance`."""
     expert_spread: float = 0.0
-    """Coefficient of variation of an expert's load, which decides `imbalance_at`; 0: `imbalance` decides it."""
+    """Coefficient of variation of an expert's load, which decides `imbalance_at`. 0: `imbalance` decides it."""
     wire: WirePart = field(default_factory=lambda: chosen_in(MoEConfig(), WirePart))
     """Number format of the dispatched tokens. Results and gradients are sent in the compute type."""
     cuda_graphs: CudaGraphs = "none"
@@ -105,7 +105,7 @@ class TrainingWorkload:
     """True if ZeRO shards over dp and replicates over cp, as FSDP did at the time of arXiv:2504.14960 (its table 3
     prints OOM for 465B parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
-    """Types of master weights, gradients and moments; None: the recipe's types."""
+    """Types of master weights, gradients and moments. None: the recipe's types."""
     optimizer: OptimizerPart = field(default_factory=lambda: chosen_in(TrainConfig(), OptimizerPart))
     """AdamW with float32 moments, unless given: published steps use it, and it is the default of a recipe."""
     is_megatron: bool = False
@@ -119,7 +119,7 @@ class TrainingWorkload:
     runs_mtp: bool = True
     """True if MTP layers run, where the model has them."""
     attention: "DocumentLoads | None" = None
-    """Attention work where samples hold documents of given lengths; None: a sample is one document."""
+    """Attention work where samples hold documents of given lengths. None: a sample is one document."""
 
     @property
     def launched(self) -> tuple[float, float]:

@@ -60,7 +60,7 @@ class DocumentLoads:
     """Attention work of drawn documents under a strategy.
 
     Args:
-        only_set: index of the one micro-batch set to price, the first again after the last; None: the mean over the
+        only_set: index of the one micro-batch set to price, the first again after the last. None: the mean over the
             micro-batch sets.
     """
 
@@ -78,7 +78,7 @@ class DocumentLoads:
     _balanced: dict[MicroBatchSetShape, Placement] = field(default_factory=dict, repr=False, compare=False)
 
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
-        """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
+        """Return the work of layers with a sliding window of `window` keys. 0: no limit."""
         if self.is_lower_bound:
             return self._even_load(peers, window)
         found = self.sets(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)

@@ -45,7 +45,7 @@ class HistogramFile:
     documents: Shares
     """Share of the documents in each class."""
     exponents: list[Annotated[float, Field(ge=-MAX_EXPONENT, le=MAX_EXPONENT)]] | None = None
-    """Exponent of the density in each class; None: -1."""
+    """Exponent of the density in each class. None: -1."""
     source: str = ""
     """Origin of the numbers."""
 
@@ -155,7 +155,7 @@ def _folder() -> Any:
 
 
 def _parse_list(text: str, name: str) -> ListedLengths:
-    """Parse one length a line; empty lines are skipped."""
+    """Parse one length a line. Empty lines are skipped."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         word = line.strip()

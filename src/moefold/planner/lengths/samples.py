@@ -124,7 +124,7 @@ def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
 
 
 def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
-    """Describe how many documents are longer than a sample; empty if none is."""
+    """Describe how many documents are longer than a sample, or return "" if none is."""
     if not isinstance(samples, StreamedSamples):
         return ""
     fractions = (np.arange(100_000) + 0.5) / 100_000

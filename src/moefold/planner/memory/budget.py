@@ -60,7 +60,7 @@ class MemoryModel:
     """Memory model of the mappings of one model.
 
     Args:
-        cfg: the recipe; None: a recipe with only the model and the batch.
+        cfg: the recipe. None: a recipe with only the model and the batch.
     """
 
     def __init__(

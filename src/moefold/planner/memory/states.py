@@ -106,7 +106,7 @@ class StateMemoryTable:
         )
 
     def exchange_bytes(self, mapping: ParallelMapping) -> int:
-        """Return the bytes that the dispatcher of a mapping reserves for its exchanges; 0 for most dispatchers."""
+        """Return the bytes that the dispatcher of a mapping reserves for its exchanges, or 0 for most dispatchers."""
         if not overrides_any(mapping.dispatcher, "reserved_bytes"):
             return 0
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}

@@ -193,7 +193,7 @@ class MappingConstraints:
         return not self.sampling_error(degrees)
 
     def sampling_error(self, degrees: Mapping[str, int]) -> str:
-        """Return why the recipe's rollouts cannot be sampled next to a training mapping; empty if they can."""
+        """Return why the recipe's rollouts cannot be sampled next to a training mapping, or "" if they can."""
         if not self.base_config.is_rl:
             return ""
         cfg = self.config_with(degrees)
@@ -226,7 +226,7 @@ class Fold(NamedTuple):
 
     @property
     def values(self) -> dict[str, int]:
-        """The degrees that determine the fold; dp and edp follow."""
+        """The degrees that determine the fold. dp and edp follow."""
         return {axis: getattr(self, axis) for axis in DEGREES}
 
 
@@ -240,7 +240,7 @@ class MappingMethod:
     summary: str
     accepts: Callable[[Fold], bool]
     zero: int | None = None
-    """ZeRO stage of the mappings; None: any."""
+    """ZeRO stage of the mappings. None: any."""
     ep_may_span_cp: bool = False
     """True if ep may span cp ranks: ep neighbours are then etp ranks apart. Otherwise the ranks of tp and cp lie
     between them."""

@@ -71,7 +71,7 @@ class PlannedMapping:
     time: StepTime
     memory: MemoryEstimate
     attention: ContextPart | None = None
-    """Sharing of the attention of documents among the ranks; None: as the recipe says."""
+    """Sharing of the attention of documents among the ranks. None: as the recipe says."""
 
     @property
     def fold(self) -> Fold:
@@ -113,7 +113,7 @@ class _Node(NamedTuple):
     variant: int = -1
     """Index in `Search.variants`; -1: none is chosen yet."""
     passes_s: float = -1.0
-    """Seconds of a step's micro-batches with the fastest pipeline; -1: not computed yet."""
+    """Seconds of a step's micro-batches with the fastest pipeline. -1: not computed yet."""
     has_memory: bool = False
     """True if the bound takes memory into account."""
 
@@ -509,7 +509,7 @@ class Search:
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
-        """Return the least seconds of recomputation in a step with some ZeRO stages that may fit; inf if none may."""
+        """Return the least seconds of recomputation in a step with some ZeRO stages that may fit, or inf."""
         # Overlap needs no less memory than none.
         choices = list(self._choices(fold, size, pipelines, False)) or list(self._choices(fold, size, pipelines, True))
         if not choices:
@@ -612,7 +612,7 @@ class Search:
     def _candidates(
         self, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float], max_pipelines: int
     ) -> Iterator[tuple[ParallelMapping, Seconds]]:
-        """Yield the mappings of a choice without a strategy, and their seconds with each; inf where it cannot win."""
+        """Yield the mappings of a choice without a strategy, and their seconds with each, inf where it cannot win."""
         limit_s = max(limits.values()) - STEP_OVERHEAD_S
         plain = self.cost_model.pass_times(choice.mapping(), choice.pipelines).seconds
         places = [i for i in np.argsort(plain[:, 0], kind="stable").tolist() if plain[i, 0] < limit_s]

@@ -185,7 +185,7 @@ class MappingSpace:
     def legal_zero_stages(
         self, fold: Fold, mbs: int, schedule: str | Part, dispatcher: DispatcherPart, overlap: bool
     ) -> tuple[int, ...]:
-        """Return the legal ZeRO stages; empty if the expert all-to-all cannot overlap as requested."""
+        """Return the legal ZeRO stages. There are none if the expert all-to-all cannot overlap as requested."""
         if overlap not in self._allowed_overlaps:
             return ()
         if not overlap:
@@ -261,7 +261,7 @@ class MappingSpace:
         return total
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield every legal mapping as the values of its axes; for small worlds."""
+        """Yield every legal mapping as the values of its axes, for small worlds."""
         for fold, view in self.folds:
             for run, zeros in self._iterate_runs(fold, view):
                 for zero, moments, strategy in product(zeros, self.optimizer_placements, self.strategies):
@@ -434,7 +434,7 @@ def _unsearchable_reason(space: MappingSpace, restriction: Restriction) -> str:
 
 
 def _sampling_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """Return why rollouts cannot be sampled next to a mapping that can train; empty if none can train."""
+    """Return why rollouts cannot be sampled next to a mapping that can train, or "" if none can train."""
     cfg = constraints.base_config
     trains = MappingConstraints(replace(cfg, rl=replace(cfg.rl, group_size=0)))
     return next((constraints.sampling_error(fold.values) for fold, _ in MappingSpace(trains, restriction).folds), "")

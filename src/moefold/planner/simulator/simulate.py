@@ -92,8 +92,8 @@ def simulate(
         rows: the slots of every pipeline rank, of `schedule_rows`.
         stages: segments of the stages, in model order.
         overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
-        noise: stragglers and jitter; None: an ideal machine.
-        tail: the end of the step; None leaves it out.
+        noise: stragglers and jitter. None: an ideal machine.
+        tail: the end of the step. None leaves it out.
         stages_by_micro_batch: like `stages`, for each micro-batch, if micro-batches differ; the last is followed by the
             first.
 
@@ -223,9 +223,9 @@ def simulate_mapping(
     """Simulate one step of a mapping: its schedule, and the end of the step as the cost model prices it.
 
     Args:
-        noise: stragglers and jitter; None: an ideal machine.
-        chunks: layers of the stages, in model order; None: split as in the cost model.
-        schedule: the mapping's schedule with its settings, such as the path of its file; None: without any.
+        noise: stragglers and jitter. None: an ideal machine.
+        chunks: layers of the stages, in model order. None: split as in the cost model.
+        schedule: the mapping's schedule with its settings, such as the path of its file. None: without any.
 
     Raises:
         ConfigError: the schedule's file is invalid.
@@ -248,7 +248,7 @@ MAX_SIMULATED_SETS = 32
 
 
 def _models_of_sets(cost_model: CostModel, num_micro_batches: int) -> list[CostModel]:
-    """Return a cost model for each micro-batch set of drawn documents; none where all sets take equally long."""
+    """Return a cost model for each micro-batch set of drawn documents, or none where all sets take equally long."""
     attention = cost_model.workload.attention
     if attention is None:
         return []

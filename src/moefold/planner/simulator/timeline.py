@@ -28,14 +28,14 @@ class Event:
     start_s: float
     end_s: float
     action: Action | None
-    """The event's action; None at the end of the step."""
+    """The event's action, or None at the end of the step."""
     peer: int = -1
     """The pipeline rank that receives."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated step. A rank works while its compute or communication stream runs; sending does not count."""
+    """Simulated step. A rank works while its compute or communication stream runs. Sending does not count."""
 
     events: tuple[Event, ...]
     num_ranks: int
