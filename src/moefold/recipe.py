@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS
+from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS, check_format
 from moefold.config.keys.learning_rates import LR_KEY
 from moefold.config.keys.paths import default_of
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.overrides import AUTO_MAPPING, apply_overrides
-from moefold.config.schema import Config, check_format
+from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.config.tables.part_class import import_part_files
 from moefold.config.tables.tree import Tree

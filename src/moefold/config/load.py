@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.base.aliases import moefold_value
 from moefold.config.base.layer_words import counted_layers
-from moefold.config.base.limits import is_oversized, value_unsupported_reason
+from moefold.config.base.limits import FORMAT_KEY, check_format, is_oversized, value_unsupported_reason
 from moefold.config.base.part import KindOf, Part, Table, tables_of
 from moefold.config.base.part_registry import find_part, kinds_text
 from moefold.config.base.plugins import raise_missing
@@ -26,7 +26,7 @@ from moefold.config.keys.suggestions import (
     list_advice,
     wrong_kind,
 )
-from moefold.config.schema import FORMAT_KEY, Config, check_format
+from moefold.config.schema import Config
 from moefold.config.tables.build import build_table, is_table_value
 from moefold.config.tables.toml_text import brief_problem
 from moefold.config.tables.tree import Tree, merged, nested

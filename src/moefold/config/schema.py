@@ -6,7 +6,6 @@ is refused immediately.
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -27,12 +26,6 @@ from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.errors import ConfigError
-
-FORMAT = 2
-"""Format of recipes and checkpoints that this version writes. It reads older ones."""
-FORMAT_KEY = "format"
-"""Key above the sections of a recipe with its format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,19 +123,3 @@ def write_config_json(cfg: Config, path: Path) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
-
-
-def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the sections of a recipe without its format.
-
-    Args:
-        name: the file, for messages.
-
-    Raises:
-        ConfigError: the format is newer than this version of moefold.
-    """
-    version = tree.get(FORMAT_KEY, FORMAT)
-    if type(version) is not int or not 1 <= version <= FORMAT:
-        way_out = "update it" if type(version) is int and version > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
-        raise ConfigError(f"{name} has format {version!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
-    return {key: value for key, value in tree.items() if key != FORMAT_KEY}

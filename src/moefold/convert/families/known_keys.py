@@ -1,4 +1,4 @@
-"""Keys of other people's JSON files: which were read, and which are constant, ignored, or refused by name."""
+"""Keys of other people's JSON files: which were read, which are constant, ignored or refused, and their spellings."""
 
 import json
 import re
@@ -450,3 +450,26 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
     """Sort the keys of a file whose keys are known only by name. Raise ConfigError if some are refused."""
     return join_reports(file, [classify_keys(file, KeyReader(keys), known, ignored)])
+
+
+def with_all_spellings(hf_config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
+    keys = dict(hf_config)
+    for alias, name in declared_keys().aliases.get(family, {}).items():
+        if keys.get(alias) is None:
+            continue
+        if keys.get(name, keys[alias]) not in (keys[alias], None):
+            raise ConfigError(
+                f"config.json has {alias}={keys[alias]!r} and {name}={keys[name]!r}, two spellings of one key; remove "
+                "the wrong one"
+            )
+        keys[name] = keys[alias]
+    return keys
+
+
+def spellings_of(names: Collection[str], family: str) -> set[str]:
+    """Return keys with their other spellings."""
+    found = set(names)
+    for alias, name in declared_keys().aliases.get(family, {}).items():
+        found |= {alias} if name in found else set()
+    return found
