@@ -22,10 +22,10 @@ import torch
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.streaming_io import TensorChunk, write_chunks
+from moefold.config.base.limits import FORMAT
 from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.schema import FORMAT
 from moefold.convert.families.families import FAMILIES, Family
 from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout

@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS
+from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS, check_format
 from moefold.config.keys.learning_rates import LR_KEY
 from moefold.config.keys.paths import default_of
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.overrides import AUTO_MAPPING, apply_overrides
-from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
-from moefold.config.shipped_recipes import shipped_files
 from moefold.config.tables.part_class import import_part_files
 from moefold.config.tables.tree import Tree
-from moefold.config.upgrade.recipe import check_format
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.message_text import closest_match, nearest_numbers
@@ -155,6 +152,8 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
     """
     if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in explicit_keys:
         return model, ""
+    from moefold.config.presets import load_preset
+
     preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
     from moefold.data.hf_tokenizer.tokenizer_folder import JsonTokenizer
@@ -391,6 +390,8 @@ def _overwrite_advice(path: Path, error: str) -> str:
 
 
 def _nearest_recipe(path: Path) -> str:
+    from moefold.config.shipped_recipes import shipped_files
+
     folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
     files = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
     by_stem = {file.stem: file for file in reversed(files)}

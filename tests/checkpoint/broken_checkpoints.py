@@ -12,7 +12,8 @@ from moefold.checkpoint.load import load_checkpoint
 from moefold.checkpoint.resume import resolve_resume
 from moefold.checkpoint.sample_order import sample_order
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import FORMAT, Config
+from moefold.config.base.limits import FORMAT
+from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.run import RunConfig
 from moefold.errors import ConfigError

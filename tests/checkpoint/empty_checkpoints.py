@@ -6,8 +6,9 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_si
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.sample_order import sample_order
+from moefold.config.base.limits import FORMAT
 from moefold.config.model import ModelConfig
-from moefold.config.schema import FORMAT, Config
+from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from tests.models import model_of
 

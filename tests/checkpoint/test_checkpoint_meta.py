@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta
-from moefold.config.schema import FORMAT
+from moefold.config.base.limits import FORMAT
 from moefold.errors import ConfigError
 from tests.checkpoint.empty_checkpoints import meta, write
 

@@ -16,7 +16,8 @@ from moefold.checkpoint.sample_order import (
     sample_order,
     with_recipe_file_names,
 )
-from moefold.config.schema import FORMAT, Config
+from moefold.config.base.limits import FORMAT
+from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.data.fingerprint import fingerprint
 from moefold.remote_copy import local_copy

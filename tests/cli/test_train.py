@@ -10,7 +10,7 @@ from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.checkpoint.sample_order import sample_order
 from moefold.cli import command_parser
 from moefold.cli.main import main
-from moefold.config.schema import FORMAT
+from moefold.config.base.limits import FORMAT
 from moefold.recipe import load_config, load_recipe
 from moefold.train.start import set_up_run
 

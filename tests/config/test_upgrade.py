@@ -11,6 +11,7 @@ from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.sample_order import data_order_change, sample_order
+from moefold.config.base.limits import FORMAT
 from moefold.config.base.part import Part, make_part
 from moefold.config.base.part_registry import built_in_kinds
 from moefold.config.chosen import read_key
@@ -18,7 +19,7 @@ from moefold.config.keys.paths import key_types, kind_settings, part_keys, table
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.config.schema import FORMAT, Config, config_to_dict
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade.moved_keys import LAYERS, MOVED, OFF
 from moefold.config.upgrade.recipe import upgraded
 from moefold.config.upgrade.refusals import upgraded_word

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
 from moefold.cli.main import main
-from moefold.config.schema import FORMAT
+from moefold.config.base.limits import FORMAT
 from moefold.convert.export_folder import max_positions
 from moefold.convert.families.hf_config import find_family, parse_model_config
 from moefold.convert.hf_shards import MANIFEST_FILE

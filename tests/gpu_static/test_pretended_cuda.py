@@ -16,7 +16,7 @@ from benchmarks.gpu_suites import GPU_TESTS
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import HostCopy, copy_to_device, copy_together_to_device
 from moefold.comm.private_torch import cuda_flash_attention_reads_pages
-from moefold.config.base.kv_page_size import CUDA_PAGE_POSITIONS
+from moefold.cost.kv_cache import CUDA_PAGE_POSITIONS
 from moefold.inference.engine.draw import Draw, choose_tokens
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.sample_order import sample_order
+from moefold.config.base.limits import FORMAT
 from moefold.config.base.part import values_by_key
-from moefold.config.schema import FORMAT, Config, write_config_json
+from moefold.config.schema import Config, write_config_json
 from tests.models import config_of
 
 

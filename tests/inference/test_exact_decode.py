@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.sections.run import RunConfig
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.engine import GenerationEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.rank_results import JsonDict, compute_on_rank0
+from moefold.launch.rank0_computation import JsonDict, compute_on_rank0
 from moefold.launch.rendezvous import join_rendezvous
 
 RANKS = 3

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moefold.comm.groups import fake_rank
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.block import Block, LayerInputs
 from moefold.model.fused_block import FusedBlock, FusedHead, FusedLayers, supports_fused, supports_fused_head
 from moefold.model.head import Head

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.comm.private_torch import cuda_flash_attention_reads_pages
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.attention import CausalAttention
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention

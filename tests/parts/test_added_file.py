@@ -54,7 +54,7 @@ def _run(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_pages_and_help_have_the_kinds_in_their_own_words(package):
-    code = "from tools.recipe_page import recipe_page; from moefold.config.key_help import keys_text; "
+    code = "from tools.recipe_page import recipe_page; from moefold.config.keys.help import keys_text; "
     page, text = _run(package, "-c", f"{code}print(recipe_page(), '=' * 80, keys_text(), sep='\\n')").stdout.split(
         "=" * 80
     )

@@ -36,13 +36,13 @@ def test_systems_without_proc_ask_getrusage(monkeypatch: pytest.MonkeyPatch, pla
 
 def test_cuda_asks_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 2**29)
-    assert peak_memory_gib(torch.device("cuda")) == 2.5
+    assert peak_memory_gib("cuda") == 2.5
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_counts_a_tensor() -> None:
     torch.cuda.reset_peak_memory_stats()
-    before = peak_memory_gib(torch.device("cuda"))
+    before = peak_memory_gib("cuda")
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    assert peak_memory_gib(torch.device("cuda")) - before == pytest.approx(block.numel() / 2**30)
+    assert peak_memory_gib("cuda") - before == pytest.approx(block.numel() / 2**30)

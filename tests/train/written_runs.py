@@ -7,7 +7,8 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counte
 from moefold.checkpoint.find_checkpoint import step_path
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.checkpoint.sample_order import sample_order
-from moefold.config.schema import FORMAT, Config, config_to_dict
+from moefold.config.base.limits import FORMAT
+from moefold.config.schema import Config, config_to_dict
 from moefold.data.fingerprint import fingerprint
 from moefold.recipe import load_config
 

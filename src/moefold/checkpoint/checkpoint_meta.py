@@ -10,11 +10,11 @@ from typing import Any
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import regular_file
 from moefold.config.base.layer_words import parse_layers, spell_layers
+from moefold.config.base.limits import FORMAT
 from moefold.config.base.part import keys_of, without_source
 from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import FORMAT
 from moefold.data.input_paths import check_data_file_names
 from moefold.errors import ConfigError
 from moefold.optim.lr_schedule import check_schedule_settings

@@ -14,7 +14,6 @@ from moefold.checkpoint.find_checkpoint import (
     wrong_name_reason,
 )
 from moefold.checkpoint.integrity import gather_errors, quick_validate, validate_files
-from moefold.checkpoint.model_differences import model_differences
 from moefold.checkpoint.sample_order import SampleOrder, data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
@@ -127,6 +126,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             )
         if reason := wrong_name_reason(path, meta.step):
             raise ConfigError(f"checkpoint {str(path)!r} {reason}")
+        from moefold.checkpoint.model_differences import model_differences
+
         if change := model_differences(meta.model, cfg.model):
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of another model: {change}; give the recipe its sizes, or set another "

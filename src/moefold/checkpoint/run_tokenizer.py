@@ -27,7 +27,6 @@ from moefold.data.hf_tokenizer.tokenizer_folder import (
 )
 from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, existing_path
 from moefold.errors import ConfigError
-from moefold.remote_copy import local_copy
 from moefold.remote_path import RemotePath, is_remote
 
 RUN_TOKENIZER_DIR = "tokenizer"
@@ -115,7 +114,11 @@ def find_run_tokenizer(checkpoint: Path) -> Path | None:
     """Return the folder of a run's tokenizer and chat template, in or next to a checkpoint, or None without one."""
     for folder in (checkpoint / RUN_TOKENIZER_DIR, checkpoint.parent / RUN_TOKENIZER_DIR):
         if folder.is_dir():
-            return Path(local_copy(str(folder))) if is_remote(folder) else folder
+            if not is_remote(folder):
+                return folder
+            from moefold.remote_copy import local_copy
+
+            return Path(local_copy(str(folder)))
     return None
 
 

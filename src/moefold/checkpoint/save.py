@@ -25,8 +25,9 @@ from moefold.checkpoint.retention import remove_folder, remove_older
 from moefold.checkpoint.safe_metadata import METADATA_FILE, missing_or_short_files
 from moefold.checkpoint.sample_order import sample_order
 from moefold.checkpoint.writing_job import WritingJob, commit
+from moefold.config.base.limits import FORMAT
 from moefold.config.base.part import values_by_key
-from moefold.config.schema import FORMAT, Config, config_to_dict
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.sections.run import SETTINGS_FILE
 from moefold.errors import ConfigError
 from moefold.message_text import format_list

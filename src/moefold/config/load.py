@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.base.aliases import moefold_value
 from moefold.config.base.layer_words import counted_layers
-from moefold.config.base.limits import is_oversized, value_unsupported_reason
+from moefold.config.base.limits import FORMAT_KEY, check_format, is_oversized, value_unsupported_reason
 from moefold.config.base.part import KindOf, Part, Table, tables_of
 from moefold.config.base.part_registry import find_part, kinds_text
 from moefold.config.base.plugins import raise_missing
@@ -26,14 +26,10 @@ from moefold.config.keys.suggestions import (
     list_advice,
     wrong_kind,
 )
-from moefold.config.presets import load_preset
-from moefold.config.schema import FORMAT_KEY, Config
+from moefold.config.schema import Config
 from moefold.config.tables.build import build_table, is_table_value
 from moefold.config.tables.toml_text import brief_problem
 from moefold.config.tables.tree import Tree, merged, nested
-from moefold.config.upgrade.moved_keys import MOVED
-from moefold.config.upgrade.recipe import check_format
-from moefold.config.upgrade.refusals import moved_key_refusal
 from moefold.errors import ConfigError, raise_all
 from moefold.message_text import Problem, closest_match
 
@@ -54,8 +50,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
     tables = nested(tree)
-    names = {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
-    refusals = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
+    refusals = _moved_key_refusals(tables)
     tree, wrong_preset = _with_preset(tables)
     tree, parts, wrong_parts = _take_tables(tree)
     problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **refusals}
@@ -84,6 +79,22 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     )
 
 
+def _moved_key_refusals(tree: Tree) -> dict[str, str]:
+    """Return the refusal of each key of earlier versions, by "section.key"."""
+    keys_by_section = {
+        section: keys for section, keys in tree.items() if isinstance(keys, dict) and section in sections()
+    }
+    unknown = {
+        f"{section}.{key}" for section, keys in keys_by_section.items() for key in keys if key not in key_types(section)
+    }
+    if not unknown:
+        return {}
+    from moefold.config.upgrade.moved_keys import MOVED
+    from moefold.config.upgrade.refusals import moved_key_refusal
+
+    return {name: moved_key_refusal(tree, name) for name in MOVED if name in unknown}
+
+
 @cache
 def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
@@ -95,6 +106,8 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
     preset = model.get("preset", "") if isinstance(model, dict) else ""
     if not isinstance(preset, str) or not preset:
         return tree, {}
+    from moefold.config.presets import load_preset
+
     try:
         base = load_preset(preset)
         return {**tree, "model": merged("model", base, model | _with_layer_count(base, model))}, {}

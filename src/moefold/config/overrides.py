@@ -15,8 +15,6 @@ from moefold.config.keys.suggestions import explain_unknown_section
 from moefold.config.tables.part_class import resolve_kind_path, settings_of_other_kind
 from moefold.config.tables.toml_text import brief_value
 from moefold.config.tables.tree import Tree, merged, parsed_value, put
-from moefold.config.upgrade.moved_keys import MOVED
-from moefold.config.upgrade.refusals import moved_override_refusal
 from moefold.errors import ConfigError, raise_all
 
 AUTO_MAPPING = "auto"
@@ -92,13 +90,22 @@ def _parse_override(override: str, tree: Tree) -> tuple[str, str, str]:
         raise ConfigError(
             f"override {brief_value(override)} names no section{hint or '; overrides are section.key=value'}"
         )
-    if name.strip() in MOVED:
-        raise ConfigError(moved_override_refusal(name.strip(), text.strip(), tree))
+    if section in sections() and key not in key_types(section):
+        _refuse_moved_key(name.strip(), text.strip(), tree)
     if section not in sections():
         hint = key_hint(name)
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
         raise ConfigError(f"override {brief_value(override)}: {reason}")
     return section, key, text.strip()
+
+
+def _refuse_moved_key(name: str, text: str, tree: Tree) -> None:
+    """Raise ConfigError for an override of a key of earlier versions."""
+    from moefold.config.upgrade.moved_keys import MOVED
+    from moefold.config.upgrade.refusals import moved_override_refusal
+
+    if name in MOVED:
+        raise ConfigError(moved_override_refusal(name, text, tree))
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:

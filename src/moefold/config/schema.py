@@ -27,11 +27,6 @@ from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
 
-FORMAT = 2
-"""Format of recipes and checkpoints that this version writes. It reads older ones."""
-FORMAT_KEY = "format"
-"""Key above the sections of a recipe with its format."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:

@@ -19,9 +19,9 @@ from moefold.checkpoint.streaming_io import (
     write_manifest_in_parallel,
 )
 from moefold.comm.groups import World, raise_on_all_ranks
+from moefold.config.base.limits import FORMAT
 from moefold.config.base.part import keys_of
 from moefold.config.model import ModelConfig
-from moefold.config.schema import FORMAT
 from moefold.config.sections.moe import MoEConfig
 from moefold.config.tables.toml_text import toml_value
 from moefold.convert.atomic_dir import atomic_directory

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from moefold.config.base.kv_page_size import page_positions
 from moefold.config.groups.attention import AttentionCore
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -12,6 +11,17 @@ from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+
+PAGE_POSITIONS = 64
+"""Positions of a page on a CPU: `KEYS` of the C kernels."""
+CUDA_PAGE_POSITIONS = 256
+"""The same on CUDA: torch's flash attention reads pages whose size is a multiple of this."""
+
+
+def page_positions(device_type: str) -> int:
+    """Return the positions of a page on a type of device."""
+    return CUDA_PAGE_POSITIONS if device_type == "cuda" else PAGE_POSITIONS
+
 
 CacheKind = Literal["latents", "heads"]
 """Cached values of latent attention: latents, or the keys and values of all heads, computed as in training."""

@@ -4,12 +4,17 @@ The main evidence is the number of collectives that each rank has started on eac
 the same collectives in the same order, so a rank with a lower count has not reached the collective of the others.
 """
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
 
 from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
+from moefold.launch.regroup import read_if_set
 
 RECENT_REPORT_S = 5.0
 """Age up to which the last report of a rank is recent, so that the rank does not count as silent."""
@@ -43,6 +48,37 @@ class Diagnosis:
     """Blocking ranks, or empty for a deadlock, or if no rank is late."""
     symptom: str
     """Predicate for the message: "is stopped", "is late", ..."""
+
+
+def gather_reports(store: dist.Store, world_size: int) -> dict[int, RankReport]:
+    """Return the report of every rank that ever reported. Silent ranks are reported by their local peers."""
+    reports: dict[int, RankReport] = {}
+    observed: dict[int, tuple[str, dict[str, Any] | None]] = {}
+    for rank in range(world_size):
+        text = read_if_set(store, f"report/{rank}")
+        if not text:
+            continue
+        data = json.loads(text)
+        has_responded = store.check([f"answer/{rank}"])
+        if has_responded:
+            observed |= {int(other): observation for other, observation in data["local_peers"].items()}
+        reports[rank] = RankReport(
+            host=data["host"],
+            snapshot=FlightSnapshot.from_json(data["snapshot"]),
+            reported_at_s=data["reported_at_s"],
+            has_responded=has_responded,
+            source_location=data["source_location"] if has_responded else "",
+            is_communicating=data["is_communicating"],
+            exit_status=int(status) if (status := read_if_set(store, f"left/{rank}")) else None,
+        )
+    for rank, (state, snapshot) in observed.items():
+        if rank in reports and reports[rank].has_responded and state == BLOCKED:
+            # BLOCKED is the state of the main thread; the store reporter still responds.
+            reports[rank] = replace(reports[rank], process_state=state)
+        if rank in reports and not reports[rank].has_responded:
+            last = reports[rank].snapshot if snapshot is None else FlightSnapshot.from_json(snapshot)
+            reports[rank] = replace(reports[rank], process_state=state, snapshot=last)
+    return reports
 
 
 def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from moefold.comm.flight_recorder import FILE_BYTES, FlightRecorder, FlightSnapshot, decode_snapshot, format_ranks
 from moefold.comm.private_torch import abort_process_groups
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
-from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
+from moefold.host.processes import ALIVE, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import SingleReporter, hard_exit
-from moefold.launch.hang_diagnosis import RankReport, format_diagnosis
+from moefold.launch.hang_diagnosis import format_diagnosis, gather_reports
 from moefold.launch.regroup import lost_ranks, read_if_set, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
 
@@ -351,7 +350,7 @@ class StoreReporter(threading.Thread):
         store.set(f"answer/{rank}", "1")
         num_unable = sum(state in (GONE, STOPPED) for state in self.local_peer_states().values())
         wait_until(lambda: store.add("answers", 0) + 1 >= self._rank_env.world_size - num_unable, REPORT_WAIT_S)
-        reports = self._gather_reports()
+        reports = gather_reports(store, self._rank_env.world_size)
         # A rank that failed by itself has printed its own message. The lost connection is a consequence.
         if not (
             is_lost_peer and any(report.exit_status in (EXIT_FAILED, EXIT_USER_ERROR) for report in reports.values())
@@ -359,37 +358,6 @@ class StoreReporter(threading.Thread):
             self._reporter.report_once(format_diagnosis(reports, self._rank_env.world_size, reason))
         store.set(PRINTED_KEY, "1")
         self.exit_failed()
-
-    def _gather_reports(self) -> dict[int, RankReport]:
-        """Return the report of every rank that ever reported. Silent ranks are reported by their local peers."""
-        store = self._connected_store
-        reports: dict[int, RankReport] = {}
-        observed: dict[int, tuple[str, dict[str, Any] | None]] = {}
-        for rank in range(self._rank_env.world_size):
-            text = self._last_text(rank)
-            if not text:
-                continue
-            data = json.loads(text)
-            has_responded = store.check([f"answer/{rank}"])
-            if has_responded:
-                observed |= {int(other): observation for other, observation in data["local_peers"].items()}
-            reports[rank] = RankReport(
-                host=data["host"],
-                snapshot=FlightSnapshot.from_json(data["snapshot"]),
-                reported_at_s=data["reported_at_s"],
-                has_responded=has_responded,
-                source_location=data["source_location"] if has_responded else "",
-                is_communicating=data["is_communicating"],
-                exit_status=int(status) if (status := read_if_set(store, f"left/{rank}")) else None,
-            )
-        for rank, (state, snapshot) in observed.items():
-            if rank in reports and reports[rank].has_responded and state == BLOCKED:
-                # BLOCKED is the state of the main thread; the store reporter still responds.
-                reports[rank] = replace(reports[rank], process_state=state)
-            if rank in reports and not reports[rank].has_responded:
-                last = reports[rank].snapshot if snapshot is None else FlightSnapshot.from_json(snapshot)
-                reports[rank] = replace(reports[rank], process_state=state, snapshot=last)
-        return reports
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

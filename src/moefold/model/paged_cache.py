@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 
 
 @dataclass(frozen=True)

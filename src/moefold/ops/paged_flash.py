@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from moefold.comm.private_torch import cuda_flash_attention, cuda_flash_attention_reads_pages
-from moefold.config.base.kv_page_size import CUDA_PAGE_POSITIONS
+from moefold.cost.kv_cache import CUDA_PAGE_POSITIONS
 from moefold.message_text import first_line
 from moefold.ops.block_attention import (
     PROBE_LSE_TOLERANCE,

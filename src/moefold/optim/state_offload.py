@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moefold.errors import ConfigError
+from moefold.message_text import first_line
 from moefold.model.local_param import local_tensor
 from moefold.offload.backend import CopyEngine
 from moefold.optim.states import StateStore
@@ -80,7 +81,7 @@ class PinnedStore(StateStore):
         try:
             return self._copy_engine.allocate_host(num_bytes).zero_()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise ConfigError(
                 f"train.offload_optimizer='host' cannot allocate {format_bytes(num_bytes)} more on the host "
                 f"({reason}); choose 'ssd', or more ranks"

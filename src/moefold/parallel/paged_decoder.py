@@ -13,10 +13,9 @@ from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
 from moefold.comm.private_torch import has_forward_hooks
-from moefold.config.base.kv_page_size import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.cost.kv_cache import CacheKind
+from moefold.cost.kv_cache import PAGE_POSITIONS, CacheKind, page_positions
 from moefold.cost.state_bytes import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer

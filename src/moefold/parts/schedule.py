@@ -14,7 +14,6 @@ from moefold.config.base.schedule_row_builder import RowBuilder
 from moefold.config.groups.schedule import SchedulePart
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote
-from moefold.topology.schedule_file import read_schedule
 
 if TYPE_CHECKING:
     from moefold.config.sections.parallel import ParallelConfig
@@ -282,11 +281,17 @@ class CsvSchedule(_InterleavedOrder, kind="csv"):
         """Read the rows of every pipeline rank. See the base class."""
         if not self.path:
             return super().rows(pp, num_stages, count, overlap=overlap)
+        from moefold.topology.schedule_file import read_schedule
+
         return read_schedule(self.path, pp, num_stages, count)[0]
 
     def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
         """Read the pipeline rank of each stage. See the base class."""
-        return read_schedule(self.path, pp, num_stages)[1] if self.path else super().stage_ranks(pp, num_stages)
+        if not self.path:
+            return super().stage_ranks(pp, num_stages)
+        from moefold.topology.schedule_file import read_schedule
+
+        return read_schedule(self.path, pp, num_stages)[1]
 
 
 def _interleaved_stages(rank: int, pp: int, num_stages: int, count: int) -> tuple[list[int], list[int], int]:

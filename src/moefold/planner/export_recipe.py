@@ -5,13 +5,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from moefold.config.base.limits import FORMAT, FORMAT_KEY
 from moefold.config.base.part_registry import built_in_kinds, find_part
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.keys.paths import default_of, sections
 from moefold.config.load import config_from_dict
-from moefold.config.schema import FORMAT, FORMAT_KEY, Config
+from moefold.config.schema import Config
 from moefold.config.tables.toml_text import minimal_form, toml_value
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping

@@ -19,10 +19,8 @@ from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.dataset import DataRequest
-from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
-from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv
 from moefold.message_text import Problem, Setting
 from moefold.ops.kernel_support import check_kernel_device
@@ -127,6 +125,8 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written."""
     if not moe.replay:
         return
+    from moefold.data.routing_trace import RoutingTrace, trace_shape
+
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
         rule = "is the trace of this very run, which a new start removes"
@@ -141,6 +141,7 @@ def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
     """
     if not moe.replay:
         return
+    from moefold.data.routing_trace import RoutingTrace
 
     RoutingTrace(Path(moe.replay), "moe.replay").check_content(run.steps)
 
@@ -178,6 +179,7 @@ def check_meeting_point(sites: SitesConfig) -> None:
     """Check the address of the meeting point of the sites, and that there is a secret unless it is this machine."""
     if not sites.meet:
         return
+    from moefold.host.listen import is_loopback
     from moefold.launch.meet_client import parse_address
     from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 

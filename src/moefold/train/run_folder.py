@@ -20,7 +20,6 @@ from moefold.checkpoint.find_checkpoint import (
     named_checkpoints,
     step_of,
 )
-from moefold.checkpoint.model_differences import GIVEN, model_differences
 from moefold.checkpoint.resume import newest_intact_checkpoint
 from moefold.checkpoint.sample_order import SampleOrder, data_order_change, moved_data_message, sample_order
 from moefold.config.base.layer_words import parse_layers, spell_layers
@@ -32,8 +31,6 @@ from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.run import SETTINGS_FILE, RunConfig
 from moefold.config.tables.toml_text import toml_value
-from moefold.config.upgrade.moved_keys import LAYERS
-from moefold.config.upgrade.recipe import upgraded
 from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
 from moefold.message_text import format_list
@@ -229,6 +226,8 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     if meta.origin:
         # A checkpoint of weights only: refused at the start, with the way out.
         return ""
+    from moefold.checkpoint.model_differences import model_differences
+
     difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg.data, sample_order(cfg))
     if difference:
         return f"of another model or other data: {difference}"
@@ -253,6 +252,8 @@ def _read_settings(folder: Path) -> Settings | None:
     """Return the settings of the run in a folder, or None if they cannot be read."""
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        from moefold.config.upgrade.recipe import upgraded
+
         return _flatten(upgraded(tree)[0])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return None
@@ -271,8 +272,8 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
             for key, value in keys.items()
         }
     )
-    if layers := settings.get(LAYERS):
-        settings[LAYERS] = spell_layers(parse_layers(layers))
+    if layers := settings.get("model.layers"):
+        settings["model.layers"] = spell_layers(parse_layers(layers))
     return settings
 
 
@@ -287,6 +288,8 @@ class _SettingsChange:
     @classmethod
     def of(cls, recorded: Settings, now: Settings) -> Self:
         """Complete recorded settings with the defaults of missing keys, and marks for the tables that they contain."""
+        from moefold.checkpoint.model_differences import GIVEN
+
         tables = {key.rpartition(".")[0]: GIVEN for key in recorded}
         return cls(_settings(Config()) | tables | recorded, now)
 

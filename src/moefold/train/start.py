@@ -229,7 +229,7 @@ def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -
         planned, report = plan_mapping(cfg, keys, machine)
         print_escaped(report)
         return planned, None
-    from moefold.launch.rank_results import JsonDict, compute_on_rank0
+    from moefold.launch.rank0_computation import JsonDict, compute_on_rank0
 
     def answer(machines: list[JsonDict]) -> JsonDict:
         planned, report = plan_mapping(cfg, keys, slowest_machine([DetectedMachine(**facts) for facts in machines]))

@@ -191,7 +191,7 @@ class StepMeter:
         world = self._model.groups.world
         device = loss.device
         indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
-        memory = torch.full((1,), peak_memory_gib(device), dtype=torch.float64, device=device)
+        memory = torch.full((1,), peak_memory_gib(device.type), dtype=torch.float64, device=device)
         scalars, counts, thresholds, biases = self._local_router_stats(device).split([5, *[self._num_choices] * 3], 1)
         rank_times = _row_of_rank(self._times(device), world)
         offload = () if self._model.offload is None else astuple(self._model.offload.end_step())
@@ -375,11 +375,11 @@ def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
     }
 
 
-def peak_memory_gib(device: torch.device) -> float:
+def peak_memory_gib(device_type: str) -> float:
     """Return the peak memory of this process in GiB, since it started.
 
     On CUDA this is the peak of allocated tensor bytes, which the recipe's sizes determine. The unused blocks of the
     caching allocator, the CUDA context and NCCL's buffers need additional memory, so leave a reserve. On a CPU it is
     the peak resident set, because torch has no CPU tensor statistics.
     """
-    return float(torch.cuda.max_memory_allocated()) / GIB if device.type == "cuda" else peak_resident_gib()
+    return float(torch.cuda.max_memory_allocated()) / GIB if device_type == "cuda" else peak_resident_gib()

@@ -6,7 +6,6 @@ sampled tokens from the same weights: the ratio of policy to sampler is 1.
 
 from collections.abc import Iterator
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart
@@ -20,6 +19,7 @@ from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RLConfig, RolloutConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.message_text import nearest_multiples
 from moefold.topology.rollout_mapping import rollout_degrees
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.pages import PagePool, PageTable, PageTableReader, pages_for
 from moefold.inference.engine.requests import Request
 from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.block_attention import FlashMask
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.paged_attention import new_pages, write_pages

@@ -4,6 +4,7 @@ Each bound is far above the values of any real run. The annotation of a key's fi
 (`config/base/field.py`). Otherwise the default of its type applies.
 """
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, get_args
 
@@ -11,6 +12,10 @@ from moefold.config.base.path_rules import non_unicode_reason
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
 
+FORMAT = 2
+"""Format of recipes and checkpoints that this version writes. It reads older ones."""
+FORMAT_KEY = "format"
+"""Key above the sections of a recipe with its format."""
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9
 MAX_LAYERS = 10_000
@@ -83,3 +88,19 @@ def parse_count(text: str) -> int | None:
         return None
     digits = text.lstrip("0") or "0"
     return int(digits) if len(digits) <= len(str(MAX_INTEGER)) else MAX_INTEGER
+
+
+def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the sections of a recipe without its format.
+
+    Args:
+        name: the file, for messages.
+
+    Raises:
+        ConfigError: the format is newer than this version of moefold.
+    """
+    version = tree.get(FORMAT_KEY, FORMAT)
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        way_out = "update it" if type(version) is int and version > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
+        raise ConfigError(f"{name} has format {version!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
+    return {key: value for key, value in tree.items() if key != FORMAT_KEY}

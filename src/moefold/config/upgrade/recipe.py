@@ -8,26 +8,8 @@ from moefold.config.base.layer_words import parse_layers, repeat_layers, spell_l
 from moefold.config.base.part import NONE
 from moefold.config.base.part_registry import find_part, kinds
 from moefold.config.keys.paths import annotation_at, choices_of, default_of, group_at, kind_settings, value_at
-from moefold.config.schema import FORMAT, FORMAT_KEY
 from moefold.config.tables.tree import put
 from moefold.config.upgrade.moved_keys import KIND, LAYERS, MOVED, OFF, PATTERNS, SITES_MORE, SITES_OFF
-from moefold.errors import ConfigError
-
-
-def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the sections of a recipe without its format.
-
-    Args:
-        name: the file, for messages.
-
-    Raises:
-        ConfigError: the format is newer than this version of moefold.
-    """
-    version = tree.get(FORMAT_KEY, FORMAT)
-    if type(version) is not int or not 1 <= version <= FORMAT:
-        way_out = "update it" if type(version) is int and version > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
-        raise ConfigError(f"{name} has format {version!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
-    return {key: value for key, value in tree.items() if key != FORMAT_KEY}
 
 
 def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import parse_toml
+from moefold.config.base.limits import FORMAT, FORMAT_KEY, check_format
 from moefold.config.keys.paths import key_types, kind_settings, sections, value_at
-from moefold.config.schema import FORMAT, FORMAT_KEY
 from moefold.config.tables.toml_text import toml_value
 from moefold.config.upgrade.moved_keys import KIND, MOVED
-from moefold.config.upgrade.recipe import check_format, upgraded
+from moefold.config.upgrade.recipe import upgraded
 from moefold.config.upgrade.refusals import check_one_name, moved_key_refusal
 from moefold.errors import ConfigError
 

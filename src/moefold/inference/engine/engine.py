@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
-from moefold.config.base.kv_page_size import page_positions
-from moefold.cost.kv_cache import CacheSizes
+from moefold.cost.kv_cache import CacheSizes, page_positions
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.pages import PageTableReader, cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.requests import (

@@ -1,6 +1,6 @@
 """Pages of a paged KV cache (arXiv:2309.06180): allocation, page tables with copy-on-write, and how many are needed.
 
-The size of a page is in `config/base/kv_page_size.py`. The module also has the slots of recurrent states, one for each
+The size of a page is in `cost/kv_cache.py`. The module also has the slots of recurrent states, one for each
 sequence.
 """
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
 from moefold.ops.cpu.build import POINTER, SIZE, address_of, declare, load_library, pointer_fields, size_fields
 from moefold.ops.cpu.gemm import DTYPE_CODES

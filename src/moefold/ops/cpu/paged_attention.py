@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moefold.config.base.kv_page_size import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM, TOLERANCES, CAttention
 from moefold.ops.cpu.build import (
     NUMBER,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
-from moefold.checkpoint.model_differences import mapping_notes
 from moefold.checkpoint.resume import Resume, resolve_resume
 from moefold.checkpoint.run_states import CALLBACKS, Record
 from moefold.checkpoint.save import checkpoint_meta
@@ -274,5 +273,7 @@ class Checkpointing(StageCallback):
                 f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
                 "padding and with skipped updates"
             )
+        from moefold.checkpoint.model_differences import mapping_notes
+
         messages += mapping_notes(self._cfg.model, self._cfg.moe, self._cfg.parallel, meta.parallel)
         return tuple(message for message in messages if message)
