@@ -82,9 +82,7 @@ def test_shown_numbers_are_in_the_record():
 
 
 def test_a_number_without_a_definition_is_refused_by_its_name():
-    with pytest.raises(
-        RunError, match="the metric 'flops' has no definition; add it to metrics/definitions.toml"
-    ):
+    with pytest.raises(RunError, match="the metric 'flops' has no definition; add it to metrics/definitions.toml"):
         step_values({"loss": 1.0, "flops": 1.0})
 
 
