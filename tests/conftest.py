@@ -2,14 +2,15 @@
 
 import atexit
 import gc
+import linecache
 import logging
 import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, TypeGuard
 
 import pytest
 import torch
@@ -98,8 +99,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name a row by its dicts, sequences and dtypes, as `tp2-ep2` where pytest would say `mapping0`."""
-    if not isinstance(val, dict | list | tuple | torch.dtype):
+    """Name a row by its dicts, sequences, dtypes and lambdas, as `tp2-ep2` where pytest would say `mapping0`."""
+    if not isinstance(val, dict | list | tuple | torch.dtype) and not _is_lambda(val):
         return None
     return _row_name(val).encode("unicode_escape").decode("ascii")[:MAX_ROW_NAME] or None
 
@@ -110,6 +111,8 @@ def _row_name(value: object) -> str:
         return str(value).removeprefix("torch.")
     if isinstance(value, dict | list | tuple) and not value:
         return "none"
+    if _is_lambda(value):
+        return _expression(value)
     if isinstance(value, dict):
         words = [f"{key}{_row_name(part)}" for key, part in value.items() if _row_name(part)]
     elif isinstance(value, list | tuple):
@@ -117,6 +120,18 @@ def _row_name(value: object) -> str:
     else:
         return str(value) if isinstance(value, str | int | float | None) else getattr(value, "__name__", "")
     return "-".join(words) if all(words) and len(words) == len(value) else ""
+
+
+def _is_lambda(value: object) -> TypeGuard[FunctionType]:
+    return isinstance(value, FunctionType) and value.__name__ == "<lambda>"
+
+
+def _expression(function: FunctionType) -> str:
+    """Return the expression of a lambda as its file has it; empty if it has several lines."""
+    places = [place for place in function.__code__.co_positions() if None not in place and place[2] != place[3]]
+    first, last = min(line for line, *_ in places), max(line for _, line, *_ in places)
+    line = linecache.getline(function.__code__.co_filename, first)
+    return line[min(place[2] for place in places) : max(place[3] for place in places)] if first == last else ""
 
 
 @pytest.fixture(scope="session")

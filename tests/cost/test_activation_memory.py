@@ -69,7 +69,6 @@ CHOICES = [
 ]  # fmt: skip
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
 SCHEDULES += [("dualpipev", 2)]
-FAST_SCHEDULES = [*SCHEDULES[1:4], SCHEDULES[5]]
 
 
 @pytest.mark.parametrize("chunk", [8, 16])

@@ -107,7 +107,6 @@ def _last(run_dir: Path) -> Path:
 
 MUON = {"train": {"optimizer": "muon"}}
 HOST, DISK = ({"train": {"offload_optimizer": place, "offload_min_kib": 0}} for place in ("host", "ssd"))
-LOW = {"dtype": "float32", "train": {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16", beta2=0.95)}}
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "three of four": ({"zero": 2}, (0, 2, 3), {"zero": 2}, {}),
     "muon": ({"zero": 1, "ep": 2}, (0, 2), {"zero": 3}, MUON),

@@ -24,7 +24,6 @@ EXACT = [*RL, "rl.objective=clip", "run.device=cpu", "run.kernels=c"]
 QK_NORM = ["model.attention.qk_norm={}", "model.attention.qk_norm.weight=false"]
 TEMPERATURE = ["model.layers=2 x (full, nope)", "model.attention.temperature.scale=0.1"]
 SHORTCUT = ["model.layers=2 x (moe, dense)", "model.ffn.moe.shared.intermediate_size=64"]
-_GLA = ["model.layers=2 x (linear, full)", "model.linear_attention=gla"]
 PLANNED = ["parallel.context=planned", "parallel.world_size=2", "parallel.cp=2"]
 ALONE = ["parallel.context=planned", "data.document_end=0"]
 PLACED = [*PLANNED, "data.document_end=0", "parallel.context.placement=documents"]
@@ -35,7 +34,6 @@ CONDITIONS = read_conditions(tuple((path, owner) for path, mark in tables().item
 """Conditions of the keys of all kinds."""
 
 # One setting for each idle key, with a setting that would give it an effect.
-SPARSE_MIXER = ["model.ffn.moe.router.softmax=sparsemixer"]
 LONGROPE = [
     "model.rope.scaling=longrope",
     "model.attention.head_dim=2",
