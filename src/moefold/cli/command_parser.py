@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from moefold.config.base.aliases import OPTION_OF, key_hint
 from moefold.errors import EXIT_USER_ERROR, ConfigError
 from moefold.host.rank_env import RankEnv
+from moefold.message_text import closest_match
 from moefold.terminal import printable
 
 OVERRIDES_HELP = "settings that override the recipe"
@@ -66,7 +67,6 @@ class CommandParser(argparse.ArgumentParser):
         if not message.startswith("unrecognized arguments: "):
             return ""
         from moefold.config.suggestions import key_types, sections
-        from moefold.message_text import closest_match
 
         takes_settings = any(str(action.metavar).endswith("key=value") for action in self._actions)
         options = [option for action in self._actions for option in action.option_strings]
