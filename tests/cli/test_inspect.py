@@ -114,6 +114,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
     ("words", "message"),
     [
         (["absent"], "run 'absent' does not exist"),
+        ([__file__], f"run {__file__!r} is not a folder"),
         (["RUN", "--layer", "7"], "--layer 7 is not an MoE layer of"),
         (["RUN", "--picture", "balance.jpg"], "--picture balance.jpg must end in .png, .svg or .pdf"),
         (["RUN", "--picture", f"{__file__}/balance.png"], f"--picture {__file__}/balance.png cannot be written"),

@@ -75,6 +75,7 @@ def test_texts_stay_texts_in_every_format(tmp_path: Path):
         write(tmp_path / "a.json", json.dumps([{"text": text, "n": 1} for text in ODD])),
         write(tmp_path / "indented.json", json.dumps([{"text": text} for text in ODD], indent=1)),
         write(tmp_path / "columns.json", json.dumps({"text": ODD, "id": list(range(len(ODD)))}, indent=1)),
+        write(tmp_path / "one_line.json", json.dumps({"id": list(range(len(ODD))), "text": ODD})),
         write(tmp_path / "compressed.csv.gz", gzip.compress((tmp_path / "a.csv").read_bytes())),
         write(tmp_path / "compressed.jsonl.bz2", bz2.compress(lines.encode())),
         write(tmp_path / "compressed.json.xz", lzma.compress((tmp_path / "a.json").read_bytes())),
@@ -123,10 +124,12 @@ BROKEN = {
         r"item.json:1 \(element 2\) holds a number, but every element must be an object",
     ),
     "scalar.json": ("3", r"scalar.json:1 holds a number, but every line must be an object"),
+    "lists.json": ('{"text": ["a"]}\n{"text": ["b"]}\n', r"lists.json is neither JSON lines nor a list of objects"),
     "cut.arrow": (b"ARROW1\0\0abc", r"cut.arrow is damaged after row 0"),
     "cut.parquet": (b"PAR1 and no more", r"cut.parquet is not a complete parquet file"),
 }
 NO_TEXT = {
+    "lists.jsonl": ('{"text": ["a"]}\n', r"lists.jsonl:1: column 'text' holds a list, not text"),
     "null.jsonl": ('{"text": "a"}\n{"text": null}\n', r"null.jsonl:2: column 'text' holds null, not text"),
     "number.jsonl": ('{"text": "a"}\n{"text": 7}\n', r"number.jsonl:2: column 'text' holds a number, not text"),
     "absent.jsonl": ('{"text": "a"}\n{"txt": "b"}\n', r"absent.jsonl:2 has no column 'text'; did you mean 'txt'"),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from moefold.config.base.aliases import key_hint, our_names
 from moefold.errors import EXIT_USER_ERROR, ConfigError, install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.message_text import closest_match
 from moefold.terminal import printable
 
 OVERRIDES_HELP = "settings that override the recipe"
@@ -67,7 +68,6 @@ class CommandParser(argparse.ArgumentParser):
         if not message.startswith("unrecognized arguments: "):
             return ""
         from moefold.config.keys.paths import key_types, sections
-        from moefold.message_text import closest_match
 
         takes_settings = any(str(action.metavar).endswith("key=value") for action in self._actions)
         options = [option for action in self._actions for option in action.option_strings]

@@ -156,13 +156,19 @@ def check_no_duplicates(paths: tuple[Path, ...]) -> None:
         seen_paths.add(path)
 
 
-def refuse_streaming_shards(key: str, root: Path) -> None:
-    """Raise ConfigError for a folder of mosaicml-streaming: its index.json would count as text, its shards as binary.
+def refuse_data_set(key: str, root: Path, *, reads_saved: bool = False) -> None:
+    """Raise ConfigError for a folder of `datasets` or mosaicml-streaming: only the files that describe it are text.
 
-    The index may also be in a folder of a split, right below.
+    An index of mosaicml-streaming may also be right below, in a folder of a split. `reads_saved`: the caller reads what
+    `save_to_disk` writes.
     """
-    folders = [root, *sorted(path for path in root.iterdir() if path.is_dir())] if root.is_dir() else []
-    for folder in folders:
+    has_state = all((root / name).is_file() for name in ("state.json", "dataset_info.json"))
+    if not reads_saved and (has_state or (root / "dataset_dict.json").is_file()):
+        raise ConfigError(
+            f'{key}: {root} is a data set that save_to_disk of the package datasets wrote; data.kind="huggingface" '
+            "reads it"
+        )
+    for folder in [root, *sorted(path for path in root.iterdir() if path.is_dir())] if root.is_dir() else []:
         try:
             index = read_json(folder / "index.json", MAX_DESCRIPTION_BYTES)
         except (OSError, ValueError):
@@ -172,16 +178,6 @@ def refuse_streaming_shards(key: str, root: Path) -> None:
                 f"{key}: {folder} holds shards of mosaicml-streaming, which are not read; write their rows to parquet "
                 "or to JSON lines"
             )
-
-
-def refuse_saved_data_set(key: str, root: Path) -> None:
-    """Raise ConfigError for a data set of `datasets`: only the files that describe it are text."""
-    has_state = all((root / name).is_file() for name in ("state.json", "dataset_info.json"))
-    if has_state or (root / "dataset_dict.json").is_file():
-        raise ConfigError(
-            f'{key}: {root} is a data set that save_to_disk of the package datasets wrote; data.kind="huggingface" '
-            "reads it"
-        )
 
 
 def _raise_unreadable(error: OSError) -> None:

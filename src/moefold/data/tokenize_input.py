@@ -14,8 +14,7 @@ from moefold.data.input_paths import (
     existing_path,
     files_below,
     is_jsonl,
-    refuse_saved_data_set,
-    refuse_streaming_shards,
+    refuse_data_set,
 )
 from moefold.data.sources.file_formats import (
     JsonlRecord,
@@ -76,8 +75,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
-        refuse_saved_data_set("INPUT", root)
-        refuse_streaming_shards("INPUT", root)
+        refuse_data_set("INPUT", root)
         try:
             if not root.is_dir():
                 check_regular_file(root)

@@ -6,13 +6,7 @@ from moefold.bounded_read import open_regular, parse_json
 from moefold.config.sections.data import DataConfig
 from moefold.data.dataset import DataRequest, check_enough_tokens, check_no_data_path
 from moefold.data.held_out import split_samples
-from moefold.data.input_paths import (
-    data_paths,
-    files_below,
-    is_jsonl,
-    refuse_saved_data_set,
-    refuse_streaming_shards,
-)
+from moefold.data.input_paths import data_paths, files_below, is_jsonl, refuse_data_set
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.source_listing import conversation_files
 from moefold.data.sources.text_source import check_not_empty, is_text, python_docs_corpus
@@ -88,8 +82,7 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Return the bytes and separators of the text that data.path names. Counting stops at `stop_at`."""
     roots = data_paths(data.path, "text")
     for root in roots:
-        refuse_saved_data_set("data.path", root)
-        refuse_streaming_shards("data.path", root)
+        refuse_data_set("data.path", root)
         _refuse_json_lines(root)
     num_files = 0
     size_bytes = 0

@@ -124,7 +124,8 @@ def read_balance(run_dir: Path) -> ExpertBalance:
         ConfigError: the folder is not a run, has no MoE layer or no step yet, or a file cannot be read.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"run {str(run_dir)!r} does not exist; name the run.dir of a training run")
+        what = "is not a folder" if run_dir.exists() else "does not exist"
+        raise ConfigError(f"run {str(run_dir)!r} {what}; name the run.dir of a training run")
     records = read_steps(run_dir)
     counts = read_expert_counts(run_dir)
     source = COUNTS_FILE

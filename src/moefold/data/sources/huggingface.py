@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.config.sections.data import DataConfig
-from moefold.data.input_paths import (
-    check_no_duplicates,
-    existing_path,
-    files_below,
-    refuse_streaming_shards,
-    table_suffix,
-)
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, refuse_data_set, table_suffix
 from moefold.data.sources.file_formats import unknown_column_message
 from moefold.data.sources.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.sources.text_source import TextChunk
@@ -230,10 +224,9 @@ def _local_path(name: str) -> Path | None:
 
 
 def _check_readable(name: str, path: Path | None, split: str) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        refuse_streaming_shards("data.path", path)
+    if path is not None and path.is_dir():
+        refuse_data_set("data.path", path, reads_saved=True)
+    if path is None or path.is_dir():
         return
     if table_suffix(path) not in TABLE_SUFFIXES:
         rule = f"must end in {', '.join(TABLE_SUFFIXES)}, be a folder or a name on the hub"

@@ -193,9 +193,13 @@ def _json_texts(file: Path, column: str) -> Iterator[str]:
     is_document = table_suffix(file) == ".json" and not first.startswith("[")
     if is_document and not _is_json(first.partition("\n")[0]):
         yield from _object_texts(file, column)
-    else:
-        for record in jsonl_records(file):
-            yield _json_text(record.fields, column, record.location)
+        return
+    for number, record in enumerate(jsonl_records(file)):
+        if is_document and not number and isinstance(record.fields.get(column), list):
+            # Lists by column on one line.
+            yield from _object_texts(file, column)
+            return
+        yield _json_text(record.fields, column, record.location)
 
 
 def _json_text(fields: dict[str, Any], column: str, location: str) -> str:
@@ -214,7 +218,7 @@ def _is_json(text: str) -> bool:
 
 
 def _object_texts(file: Path, column: str) -> Iterator[str]:
-    """Yield the texts of an object over several lines: one row, or lists of values by column."""
+    """Yield the texts of a file with one object: one row, or lists of values by column."""
     stream = JsonStream(_text_blocks(file), file)
     fields = stream.value()
     if stream.peek() or not isinstance(fields, dict):
