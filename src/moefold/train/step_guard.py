@@ -40,7 +40,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision to apply, skip or roll back a step, or to end the run, with the fault behind it."""
+    """Decision to apply, skip or roll back a step or to end the run, with the fault that led to it."""
 
     action: FaultAction
     reason: Literal["", "nonfinite", "mismatch", "spike"] = ""
