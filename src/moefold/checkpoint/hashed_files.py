@@ -159,7 +159,7 @@ class _HashedStream:
         self.size = 0
 
     def write(self, data: Any) -> int:
-        """Hash and write bytes."""
+        """Write bytes to the stream and add them to the hash and the size."""
         content = memoryview(data).cast("B")
         if self._thread is None:
             self.sha256.update(content)

@@ -158,7 +158,7 @@ class Snapshot:
     step: int | None = None
     train_state: TrainState | None = None
     local: dict[BoxKey, Tensor] = field(default_factory=dict)
-    """Boxes of this rank."""
+    """Parts of tensors that this rank holds itself."""
     copies: dict[int, dict[BoxKey, Tensor]] = field(default_factory=dict)
     """Boxes of the ranks whose peer this rank is."""
     digests: dict[tuple[int, BoxKey], Digest] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class SnapshotGeneration:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Exchange of one mapping."""
+    """Transfers of a snapshot to the peers under one mapping, grouped into buckets."""
 
     groups: ParallelGroups
     layout: SnapshotLayout

@@ -38,11 +38,11 @@ class Record:
         self._read = read
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the description."""
+        """Return the description that is read at the time of the save."""
         return self._read()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Ignore a saved description, because a resumed run computes its own."""
 
 
 class RunStates:
@@ -62,7 +62,7 @@ class RunStates:
         self._initial: States = {} if initial is None else initial
 
     def add(self, name: str, owner: Stateful, *, after: tuple[str, ...] = ()) -> None:
-        """Register an object.
+        """Register an object whose state is saved and loaded under a name.
 
         Args:
             after: names of the objects that must be loaded before it.

@@ -480,7 +480,7 @@ def _hf_dtypes(mapping: StateDictMapping, source: CheckpointWeights, options: Ex
 
 @dataclass(frozen=True)
 class _Target:
-    """Files of an export."""
+    """Tensors and files that an export writes, with their dtypes and quantisation."""
 
     locations: Mapping[str, TensorLocation]
     """Locations of all written tensors."""

@@ -35,7 +35,7 @@ class HfFolder:
 
     path: Path
     hf_config: dict[str, Any]
-    """Content of config.json."""
+    """The object in config.json, unchanged."""
     family: Family
     model: ModelConfig
     """Model config, with the MTP layers that the folder holds."""

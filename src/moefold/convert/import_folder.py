@@ -70,7 +70,7 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion."""
+    """Counts and notes of a finished conversion, for its last message and the manifest."""
 
     tensors: int
     """Number of tensors of the Hugging Face folder."""

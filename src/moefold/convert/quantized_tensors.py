@@ -129,7 +129,7 @@ class BlockFp8Tensor(DequantizedTensor):
         return len(self.values.shape) == 2 and self.scales.shape == sizes and is_float
 
     def parts(self, name: str) -> dict[str, TensorLocation]:
-        """Return codes and scales."""
+        """Return the stored tensors of the weight: its codes under `name`, and their scales."""
         return {name: self.values, f"{name}{FP8_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
@@ -157,7 +157,7 @@ class Mxfp4Tensor(DequantizedTensor):
         return is_packed and self.values.dtype == self.scales.dtype == "U8"
 
     def parts(self, name: str) -> dict[str, TensorLocation]:
-        """Return codes and scales."""
+        """Return the stored tensors of the experts: the packed codes, and their scales."""
         return {f"{name}{MXFP4_BLOCKS}": self.values, f"{name}{MXFP4_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:

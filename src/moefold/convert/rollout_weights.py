@@ -39,8 +39,7 @@ class RolloutWeightWriter:
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
     Constructor and `write` are collective over all ranks. Only rank 0 reads and writes files. Both raise ConfigError on
-    all ranks if rank 0 cannot write. The constructor also does so if the folder is of another model, quantised or in
-    float16.
+    all ranks if rank 0 cannot write. The constructor also refuses a folder of another model, quantised or in float16.
     """
 
     def __init__(self, model: ParallelModel, folder: Path) -> None:

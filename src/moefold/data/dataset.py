@@ -43,8 +43,7 @@ class Dataset:
     tokenizer: Tokenizer
     """Converts text to ids and back."""
     reference: ReferenceLogProbs | None = None
-    """Log-probabilities of all pairs under the reference model, for the trainer to fill in. None: there are no
-    pairs."""
+    """Log-probabilities of all pairs under the reference model, which the trainer fills in. None without pairs."""
 
 
 NEEDS_PROGRAM = (

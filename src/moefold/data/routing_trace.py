@@ -178,10 +178,7 @@ class RoutingTrace:
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:
-        """Open the choices of a step on disk.
-
-        Raises ConfigError if its file is missing or differs from the manifest.
-        """
+        """Open the choices of a step. Raises ConfigError if its file is missing or differs from the manifest."""
         path = step_file(self.folder, step)
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")

@@ -22,8 +22,7 @@ from moefold.message_text import Problem, Setting
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""
 MAX_COUNTDOWN_NUMBER = 20
-"""Largest number. With 9, three numbers have 1,959 problems, which a small model memorises. With 20 they have
-13,633."""
+"""Largest number. With 9 there are 1,959 problems of three numbers, which a small model memorises. With 20: 13,633."""
 MAX_COUNTDOWN_TARGET = 99
 _MAX_ATTEMPTS = 10_000
 _HASH_RANGE = 2**32

@@ -102,7 +102,7 @@ class EvalRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Arguments of a generation."""
+    """Model, prompts and settings of `moefold generate`, before the model is read."""
 
     model: str
     read_prompts: Callable[[], tuple[str, ...]]
@@ -120,7 +120,7 @@ class EvalJob:
     source: ModelSource
     cfg: Config
     device_type: str
-    """"cpu" or "cuda"."""
+    """Type of the devices of all ranks: "cpu" or "cuda"."""
     ids: np.ndarray | Path
     """Row of ids, or the .npy file with the ids."""
     seq_len: int
@@ -139,7 +139,7 @@ class GenerateJob:
     source: ModelSource
     cfg: Config
     device_type: str
-    """"cpu" or "cuda"."""
+    """Type of the devices of all ranks: "cpu" or "cuda"."""
     tokenizer: str
     """"bytes" or a path. "": the source's tokenizer."""
     prompts: tuple[str, ...]

@@ -49,7 +49,7 @@ ROLLOUT_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest(SamplingOptions):
-    """Arguments of `moefold rollout`."""
+    """Model, prompts or task, rewards and output of `moefold rollout`."""
 
     model: str
     out: Path
@@ -84,9 +84,9 @@ class RolloutJob:
     cfg: Config
     """Mapping and types of inference."""
     task_cfg: Config
-    """Prompts and reward."""
+    """Recipe of which only the prompts and the reward count."""
     device_type: str
-    """"cpu" or "cuda"."""
+    """Type of the devices of all ranks: "cpu" or "cuda"."""
     request: RolloutRequest
     settings: EngineSettings
     num_prompts: int

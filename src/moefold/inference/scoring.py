@@ -161,12 +161,12 @@ PROGRESS_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation."""
+    """Loss of a model on a sequence of tokens."""
 
     loss: float
     """Mean cross-entropy of the predicted tokens, in nats."""
     tokens: int
-    """Number of predicted tokens."""
+    """Number of predicted tokens, over which the loss is the mean."""
 
     @property
     def perplexity(self) -> float:

@@ -99,9 +99,9 @@ class InferenceRequest:
     batch_size: int
     """Samples per micro-batch of a data-parallel rank."""
     experts: Literal["exchange", "fetch"] = "exchange"
-    """See rollout.experts."""
+    """Access of data-parallel ranks to the experts of others, as `rollout.experts` in a recipe."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
-    """See run.kernels."""
+    """Implementation of the operations, as `run.kernels` in a recipe."""
 
     @classmethod
     def of(cls, options: ModelOptions, overrides: Sequence[str], *, seq_len: int = 2, batch_size: int = 1) -> Self:

@@ -86,10 +86,7 @@ def open_ids(path: Path) -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Read all ids of a dataset.
-
-    Raises ConfigError if an id is outside the vocabulary, or there is no full sequence.
-    """
+    """Read all ids. Raises ConfigError if an id is outside the vocabulary, or there is no full sequence."""
     if dataset.seq_len < 2:
         rule = "must be at least 2: the first token of a sequence is not predicted"
         raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))

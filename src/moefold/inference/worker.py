@@ -32,7 +32,7 @@ class Generation:
 
     prompt: str
     text: str
-    """Continuation without the prompt."""
+    """Text that continues the prompt, without the prompt itself."""
     tokens: tuple[int, ...]
     """New tokens without the token that ended the text."""
     finish_reason: Literal["length", "eos"]

@@ -32,7 +32,7 @@ class _Escaped(str):
 
 
 def fill_template(scheduler: str, job: object) -> str:
-    """Return a job file."""
+    """Return the job file of a scheduler, filled from a job."""
     # Lazy import: an error of the request is reported without it.
     from jinja2 import Environment, StrictUndefined
 

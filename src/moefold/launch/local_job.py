@@ -40,7 +40,7 @@ EXIT_GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class JobResult:
-    """Result of a job."""
+    """Exit status of a job of local ranks, and the rank that failed first."""
 
     status: int
     """Largest status that a rank returned, or 0 if a rank failed."""

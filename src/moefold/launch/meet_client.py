@@ -161,11 +161,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="site heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that tells the meeting point that this site is alive."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
+        """Let the thread end after its current message."""
         self._stopped.set()
 
     def _run(self) -> None:

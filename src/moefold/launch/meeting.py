@@ -31,7 +31,7 @@ class Meeting:
         """Answers to joining sites whose sender is known."""
 
     def enter(self, message: Message, connection: int, address: str) -> None:
-        """Enter a request.
+        """Dispatch a request of a site to the method that answers it.
 
         Raises:
             BadRequestError: a field is missing or wrong.

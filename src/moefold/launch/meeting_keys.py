@@ -23,7 +23,7 @@ class MeetingKeys:
         """Transfers to joining sites that may be in progress."""
 
     def set(self, key: str, value: str) -> None:
-        """Store a value.
+        """Store a value that the sites share under a key, within the size of the store.
 
         Raises:
             BadRequestError: the store is full.

@@ -56,7 +56,7 @@ class SiteList:
         """Sites whose process ended before the site came here, with the reason."""
 
     def __getitem__(self, number: int) -> Site:
-        """Return a registered site."""
+        """Return the site with this number, which must be registered."""
         return self._sites[number]
 
     def beat(self, number: int) -> None:

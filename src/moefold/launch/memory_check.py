@@ -65,8 +65,7 @@ def check_inference(
     """Check that a model for inference fits into the memory of this machine.
 
     Args:
-        extra_bytes: returns the bytes of each rank in addition to the weights, by name, on a type of device. It may
-            raise.
+        extra_bytes: returns the bytes of each rank in addition to the weights, by name, on a type of device, or raises.
         suggestion: last part of the error message: smaller settings to try.
 
     Raises:

@@ -12,7 +12,7 @@ class Position:
     """Progress of a run. Only its methods change it. Each field but `restarts_data` is saved and restored."""
 
     step: int = 0
-    """Steps done."""
+    """Steps of the run that are done, skipped ones included."""
     samples: int = 0
     """Samples of the data read."""
     tokens: int = 0
@@ -30,7 +30,7 @@ class Position:
         return tuple(range(first, end) for first, end in self.skipped)
 
     def advance(self, samples: Sequence[int], num_tokens: int, *, is_updated: bool) -> None:
-        """Count a step.
+        """Count a finished step with its samples and tokens.
 
         Args:
             samples: the sample numbers of its batch, ascending.

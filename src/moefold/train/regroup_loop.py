@@ -62,7 +62,7 @@ class RankLoss:
         return self.generation.plan["lacks_shards"]
 
     def describe(self, dp: int) -> str:
-        """Return a log message."""
+        """Return the line of the log about the lost ranks and the mapping of the others."""
         new = self.generation
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
         waits = "waits" if len(new.spares) == 1 else "wait"

@@ -40,7 +40,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about one step."""
+    """Decision to apply, skip or roll back a step or to end the run, with the fault that led to it."""
 
     action: FaultAction
     reason: Literal["", "nonfinite", "mismatch", "spike"] = ""
@@ -74,7 +74,7 @@ class StepGuard:
         """Number of steps since the start of the run that were not applied."""
 
     def decide(self, metrics: Mapping[str, float], mismatch: Mismatch | None = None) -> StepDecision:
-        """Decide about a step.
+        """Decide whether a step is applied, from metrics that are the same on every rank.
 
         Args:
             metrics: metrics of the whole global batch, the same on every rank, by their names in a message: the metrics

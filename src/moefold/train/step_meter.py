@@ -351,7 +351,7 @@ class StepNumbers(NamedTuple):
     memory_by_part: Tensor
     """A row for each rank."""
     perturbed_losses: Tensor
-    """Losses of forward passes."""
+    """Losses of the forward passes of an optimizer without gradients."""
     attention: Tensor
 
     def packed(self) -> Tensor:

@@ -53,7 +53,7 @@ class TrainOutcome:
     status: int
     """Exit status: 0, or 128 + the number of the signal that stopped the run."""
     run_dir: Path
-    """Run folder."""
+    """Folder to which the run has written."""
     metrics: dict[str, Any] | None = None
     """Metrics of the last step, as in metrics.jsonl. None if this call trained no step, or on ranks that only sample.
     """

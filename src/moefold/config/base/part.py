@@ -135,10 +135,7 @@ class Part:
         yield from ()
 
     def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
-        """Yield the keys without effect with this part, except keys of parts of other kinds.
-
-        It is called like `check`.
-        """
+        """Yield the keys without effect with this part, except keys of parts of other kinds, as `check` does."""
         yield from ()
 
     def shrink(self, small: "SmallSizes") -> Self:

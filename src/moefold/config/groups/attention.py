@@ -32,8 +32,7 @@ class SoftmaxInput(NamedTuple):
     x: "Tensor"
     """Normalised hidden states, [B, S, H]."""
     rotate: "Callable[[Tensor, int], Tensor]"
-    """RoPE over the given number of first dims of heads [B, S, heads, D]. In a layer without RoPE it is the
-    identity."""
+    """RoPE over a number of first dims of heads [B, S, heads, D]. In a layer without RoPE it is the identity."""
     norm: "Callable[..., Tensor]"
     """RMSNorm over the last dim with the recipe's epsilon, given the numbers and an optional weight."""
     score_factor: float

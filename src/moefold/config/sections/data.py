@@ -34,8 +34,7 @@ class DataConfig:
     token_dtype: Annotated[Literal["uint16", "uint32", "int32", "int64"], ReadIf("data.kind=tokens")] = "uint16"
     """Type of the ids in a .bin file. .npy files store their own."""
     validation_fraction: Annotated[float, BELOW_ONE, ReadIf("data.kind!=program")] = 0.05
-    """Fraction held out for evaluation, of the tokens, or of the rows (sft, preference) or the prompts (task,
-    prompts)."""
+    """Fraction of the tokens, rows (sft, preference) or prompts (task, prompts) that is held out for evaluation."""
     document_end: Annotated[
         int,
         Bound("must be at least 0, or -1 (a sample is one document)", lambda token: token >= -1),

@@ -55,8 +55,7 @@ class MoEConfig(Section):
     """Minimum precision of the router's computation. With run.dtype="float64" it is float64."""
     weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), VerifyAs.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
-    the outputs are then not saved for backward. This is exact, and adds one number per routed token in the
-    all-to-all."""
+    the outputs are then not saved for backward. Exact, with one more number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)), with the same rounding under every
     mapping. Expert outputs and gradients are sent in run.dtype."""

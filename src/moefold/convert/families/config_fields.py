@@ -44,7 +44,7 @@ class ConfigField(Protocol):
         ...
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of config.json."""
+        """Return the keys of config.json that describe these settings of [model]."""
         ...
 
 
@@ -146,7 +146,7 @@ class AllowedValues:
     values: tuple[Any, ...]
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Refuse other values."""
+        """Raise ConfigError if the key has another value than the listed ones."""
         value = hf_config.get(self.hf_key, self.values[0])
         if value not in self.values:
             legal = " or ".join(map(repr, self.values))
@@ -154,7 +154,7 @@ class AllowedValues:
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the first value."""
+        """Write the key with its first value."""
         return {self.hf_key: self.values[0]}
 
 
@@ -187,7 +187,7 @@ class HeadSize:
     """True if transformers ignores the key and divides hidden_size. Then other values are refused."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read head_dim."""
+        """Read head_dim, and refuse a value that transformers would ignore."""
         hidden = hf_config.get("hidden_size")
         heads = hf_config.get("num_attention_heads")
         if self.is_derived and is_int(hidden) and is_int(heads) and heads > 0:

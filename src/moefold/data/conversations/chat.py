@@ -222,8 +222,7 @@ class ChatTemplate:
 
         Args:
             location: description of the conversation, for messages.
-            add_generation_prompt: whether a new assistant turn begins after the last one. If not, the last one stays
-                open.
+            add_generation_prompt: whether a new assistant turn begins after the last one, which otherwise stays open.
             variables: other variables of the template, such as `enable_thinking`.
 
         Raises:

@@ -56,9 +56,7 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
 
 
 def override_want(stored: RewardPrompt | None, option: str) -> RewardPrompt | None:
-    """Return the reward prompt after an option of a command.
-
-    The option is a number, "none" for unchanged prompts, or "" for the reward that is stored.
+    """Return the reward prompt after an option: a number, "none" for no prompt, or "" for the one that is stored.
 
     Raises:
         ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.

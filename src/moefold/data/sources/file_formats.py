@@ -200,8 +200,7 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
     Raises:
-        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8 and `skip` does not take the
-            error.
+        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8 and `skip` is not given.
     """
     with open_lines(path) as file, translated_read_errors(path):
         is_array = _is_array(file)
@@ -391,10 +390,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
 
 
 def python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
-    """Return the values of a part of a column that begins after row `row`.
-
-    Raises ConfigError if a text is not UTF-8.
-    """
+    """Return the values of a part of a column after row `row`. Raises ConfigError if a text is not UTF-8."""
     try:
         return list(values.to_pylist())
     except UnicodeDecodeError:

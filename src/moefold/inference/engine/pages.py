@@ -138,7 +138,7 @@ class PageTable:
             self._pool.share(int(page))
 
     def clear(self) -> None:
-        """Remove all references."""
+        """Release all pages of the sequence, which frees the ones that no other sequence shares."""
         for page in self.pages[: self.num_pages]:
             self._pool.release(int(page))
         self.pages[: self.num_pages] = 0

@@ -68,7 +68,7 @@ class ServerMetrics:
         self._first_token_seconds.add(seconds)
 
     def text(self) -> str:
-        """Return all numbers."""
+        """Return all numbers in the text format of Prometheus."""
         answered = [
             f'moefold_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self._requests.items())
@@ -129,7 +129,7 @@ class Observer:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Pass a request to the application, and count its answer and write its line of the log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

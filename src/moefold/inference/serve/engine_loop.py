@@ -43,7 +43,7 @@ class _Receiver:
 
 
 _Command = _Add | _Cancel | None
-"""None ends the loop."""
+"""Command to the loop. None ends it."""
 
 
 class EngineLoop:

@@ -26,7 +26,7 @@ class TrainingContext:
     """Objects of a run that its callbacks may read. Each rank has its own."""
 
     folder: Path
-    """Chosen run folder."""
+    """Folder of the run, which is run.dir or a numbered folder next to it."""
     groups: ParallelGroups
     training: TrainingStep
     """Model, optimizer and guard. `training.model.stages` are the stages of this rank."""

@@ -138,7 +138,7 @@ class LocalRollouts:
             statistics = RoundStatistics()
 
     def receive(self) -> Round:
-        """Return the next round."""
+        """Return the oldest round that was sampled and not received yet."""
         return self._rounds.popleft()
 
     def finish(self) -> None:
