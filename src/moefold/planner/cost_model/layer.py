@@ -5,7 +5,7 @@ Attention does not depend on the experts' degrees, and the experts depend on cp 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -229,12 +229,13 @@ class BlockTime:
         def number(value: Any) -> Any:
             return float(value[place]) if isinstance(value, np.ndarray) else value
 
-        return replace(
-            self,
-            forward=tuple(CostItem(part, number(seconds)) for part, seconds in self.forward),
-            backward=tuple(CostItem(part, number(seconds)) for part, seconds in self.backward),
-            wgrad_s=number(self.wgrad_s),
-            recompute=tuple((part, number(seconds)) for part, seconds in self.recompute),
+        return BlockTime(
+            tuple(CostItem(part, number(seconds)) for part, seconds in self.forward),
+            tuple(CostItem(part, number(seconds)) for part, seconds in self.backward),
+            number(self.wgrad_s),
+            self.kernels,
+            self.host_syncs,
+            tuple((part, number(seconds)) for part, seconds in self.recompute),
         )
 
 

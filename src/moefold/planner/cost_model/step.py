@@ -9,6 +9,7 @@ stages) and memory strategies (parts to recompute or offload) are priced many at
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,8 +118,8 @@ class _PipelineTable(NamedTuple):
     """The share of the ranks that have them, [pipelines, 1, contents]."""
     vpp: NDArray[np.intp]
     """Virtual stages, [pipelines, 1]."""
-    places: dict[str | Part, list[int]]
-    """Indices of the pipelines of each schedule."""
+    schedules: list[tuple[str | Part, slice]]
+    """Runs of pipelines with the same schedule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,10 +301,11 @@ class CostModel:
         for i, contents in enumerate(found):
             counts[i, : len(contents)] = list(contents)
             shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
-        places: dict[str | Part, list[int]] = {}
-        for i, pipeline in enumerate(pipelines):
-            places.setdefault(pipeline.schedule, []).append(i)
-        return _PipelineTable(counts, shares, np.array([[pipeline.vpp] for pipeline in pipelines]), places)
+        schedules = []
+        for schedule, own in groupby(range(len(pipelines)), lambda i: pipelines[i].schedule):
+            places = list(own)
+            schedules.append((schedule, slice(places[0], places[-1] + 1)))
+        return _PipelineTable(counts, shares, np.array([[pipeline.vpp] for pipeline in pipelines]), schedules)
 
     def _layer_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
         """Return the values that decide the time of a layer. Without experts, their degrees are not among them."""
@@ -517,7 +519,7 @@ def _bubbles(mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches:
     found = np.zeros_like(mean[0])
     if pp == 1:
         return found
-    for schedule, places in table.places.items():
+    for schedule, places in table.schedules:
         forward, backward, weight = (seconds[places] for seconds in mean)
         vpp = table.vpp[places]
         found[places] = bubble_s(

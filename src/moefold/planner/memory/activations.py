@@ -94,6 +94,7 @@ class ActivationMemoryTable:
         self.model_spec = model_spec
         self.workload = workload
         self.columns = columns_of(model_spec.kinds)
+        self._selects_keys = model_spec.config.selected_keys > 0
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = CPU_KERNELS if on_cpu else CUDA_KERNELS
@@ -124,7 +125,7 @@ class ActivationMemoryTable:
 
     def _table_mbs(self, mapping: ParallelMapping) -> int:
         """Return the samples of the tables: 1, or all where a block of selected keys is of one of them."""
-        return mapping.mbs if self.model_spec.config.selected_keys else 1
+        return mapping.mbs if self._selects_keys else 1
 
     def _table_cp(self, mapping: ParallelMapping) -> int:
         return min(mapping.cp, self._max_cp)
@@ -225,6 +226,12 @@ class ActivationMemoryTable:
 
     def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
         """Return the runtime's formula for a mapping, without pipeline stages."""
+        imbalance = self.workload.max_over_mean(mapping.ep)
+        return activation_memory(self._recipe(mapping), recompute, self.kernel_profile, imbalance)
+
+    @memoised(lambda self, m: (m.tp, m.cp, m.ep, m.etp, m.mbs, m.dispatcher))
+    def _recipe(self, mapping: ParallelMapping) -> Config:
+        """Return the recipe with a mapping, without pipeline stages."""
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp")}
         parallel = replace(
             self.cfg.parallel,
@@ -233,8 +240,7 @@ class ActivationMemoryTable:
             pp=1,
             dispatcher=_like_in_memory(mapping.dispatcher),
         )
-        cfg = replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
-        return activation_memory(cfg, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep))
+        return replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:

@@ -65,8 +65,15 @@ class MicroBatchChoice(NamedTuple):
     ) -> ParallelMapping:
         """Build the mapping with one of the pipelines, the first by default, without recomputation."""
         schedule, vpp = pipeline or self.pipelines[0]
+        tp, cp, dp, pp, ep, etp, edp = self.fold
         return ParallelMapping(
-            **self.fold._asdict(),
+            tp=tp,
+            cp=cp,
+            dp=dp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            edp=edp,
             vpp=vpp,
             mbs=self.mbs,
             zero=zero,
@@ -140,7 +147,7 @@ class MemoryFilter:
         plain = choice._replace(overlap=False).mapping()
         saved = self.memory_model.activation_memory.total_bytes(plain, strategies)
         states, inputs = self._peak_counts(choice)
-        held = states @ self._persistent_bytes(choice).T + self.memory_model.workspace(choice.mapping())
+        held = states @ self._persistent_bytes(choice, plain).T + self.memory_model.workspace(plain)
         found: ByteCounts = (held[:, :, :, None] + (inputs @ saved.T)[:, :, None, :]).max(axis=1)
         return found
 
@@ -293,14 +300,17 @@ class MemoryFilter:
         peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
         return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
 
-    def _persistent_key(self, choice: MicroBatchChoice) -> tuple[Any, ...]:
-        m = choice.mapping()
+    def _persistent_key(self, choice: MicroBatchChoice, m: ParallelMapping) -> tuple[Any, ...]:
         accumulates = m.num_micro_batches(self.memory_model.workload.global_batch_size) > 1
         return choice.fold, accumulates, self.memory_model.state_memory.exchange_bytes(m)
 
     @memoised(_persistent_key)
-    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteCounts:
-        """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
+    def _persistent_bytes(self, choice: MicroBatchChoice, mapping: ParallelMapping) -> ByteCounts:
+        """Return the bytes of each state column for each ZeRO stage and placement of the moments.
+
+        Args:
+            mapping: a mapping of the choice.
+        """
         mappings = (choice.mapping(None, *placement) for placement in self.placements)
         return np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
 

@@ -1,11 +1,11 @@
 """Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
-A queue holds folds, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The bound has
-the layers of one micro-batch without recomputation and the least bubble, for all folds at once. The search refines the
-lowest bound, for a pair first by its pipelines, data parallelism and optimizer, then by the memory strategies that may
-fit at three snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO
-stages and memory strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all
-snapshots of its step.
+A queue holds pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The bound has the layers
+of one micro-batch without recomputation and the least bubble, for all pairs at once. The search refines the lowest
+bound, first by the pair's pipelines, data parallelism and optimizer, then by the memory strategies that may fit at
+three snapshots of the step. A fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and
+memory strategies together (`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its
+step.
 
 The search is a beam for each number of pipeline ranks: it looks at the memory of `BEAM` pairs. Mappings with few
 pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far the lowest bound
@@ -286,15 +286,13 @@ class Search:
         target = SearchTarget(self.space.num_folds, accepts, zero_stages, limit_s=limit_s)
         found = _TargetResults(target, self.variants)
         table = self._pair_bounds
-        own_pairs = np.searchsorted(table.folds, np.arange(self.space.num_folds + 1)).tolist()
-        for number, (fold, _) in enumerate(self.space.folds):
-            if not accepts(fold):
-                continue
-            pairs = range(own_pairs[number], own_pairs[number + 1])
-            for bound, pair in sorted((float(table.size_bounds[pair]), pair) for pair in pairs):
-                for variant in self.variants:
-                    if bound < found.best[variant].get(fold, (limit_s,))[0]:
-                        variant._price_pair(self._sized_fold(pair), [found], is_beam=is_beam)
+        pairs = np.flatnonzero(table.size_bounds < limit_s)
+        for pair in pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist():
+            fold, _ = self._fold_of(pair)
+            bound = float(table.size_bounds[pair])
+            for variant in self.variants if found.accepts(fold) else ():
+                if bound < found.best[variant].get(fold, (limit_s,))[0]:
+                    variant._price_pair(self._sized_fold(pair), [found], is_beam=is_beam)
         return found.plans()
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
@@ -420,12 +418,14 @@ class Search:
         costs = model.layer_costs
         expert_degrees = self.space.expert_degrees
         mappings = [ParallelMapping(tp=v.tp, cp=v.cp, dp=v.dp, pp=v.pp, mbs=mbs) for v, mbs in sizes]
-        mixers, mixer_at = mappings, mixer_of
+        mixers = mappings
+        mixer_at = mixer_of
         if model.workload.attention is not None:
             # The ranks that wait for each other depend on the degrees of the experts.
             pairs = zip(mixer_of.tolist(), expert_of.tolist(), strict=True)
             experts = ((mappings[i], expert_degrees[at]) for i, at in pairs)
-            mixers, mixer_at = [replace(m, ep=ep, etp=etp) for m, (ep, etp) in experts], np.arange(len(mixer_of))
+            mixers = [replace(m, ep=ep, etp=etp) for m, (ep, etp) in experts]
+            mixer_at = np.arange(len(mixer_of))
         places: dict[Hashable, int] = {}
         token_of = np.array([places.setdefault(costs.token_key(m), len(places)) for m in mappings])
         tokens = [mappings[i] for i in np.unique(token_of, return_index=True)[1].tolist()]
