@@ -19,7 +19,7 @@ from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping_families import FAMILIES, best_of_families, choose_family
 from moefold.planner.memory.budget import RESERVE_FRACTION
-from moefold.planner.plan_json import result_as_dict
+from moefold.planner.plan_json import DEFAULT_MAPPINGS, result_as_dict
 from moefold.planner.planner import Planner
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
@@ -88,7 +88,7 @@ def _answer(argv: list[str]) -> int:
         planner = Planner(request)
         balanced = ", with the attention of drawn documents balanced for each" if has_documents else ""
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts{balanced}")
-        families = best_of_families(planner)
+        families = best_of_families(planner, (args.top or DEFAULT_MAPPINGS) if args.json else 0)
         chosen_family = choose_family(families, args.take)
         if chosen_family is None:
             if not families:

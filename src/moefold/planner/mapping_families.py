@@ -90,16 +90,19 @@ class FamilyBest:
         return len(self.unmeasured), len(self.nearest.differences), self.plan.time.total_s
 
 
-def best_of_families(planner: Planner) -> list[FamilyBest]:
+def best_of_families(planner: Planner, count: int = 0) -> list[FamilyBest]:
     """Return the best mapping that fits of every family, in the order of `FAMILIES`.
 
     The candidates are the fastest mapping, and the mappings with measured degrees that take equally long within the
     error. The best candidate is the nearest to a measurement.
+
+    Args:
+        count: the same search finds this many plans for `Planner.top_plans`.
     """
     request = planner.request
     local_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
     degrees = {tuple(int(row[axis]) for axis in DEGREES) for row in local_rows}
-    plans = planner.search.find([*FAMILIES.values()])
+    plans = planner.find([*FAMILIES.values()], count)
     least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
     found = []
     for (name, family), own in zip(FAMILIES.items(), plans, strict=True):

@@ -158,6 +158,20 @@ class Planner:
             self._top_plans = self.search.find([SearchTarget(count)])[0] or [self.search.smallest_plan()]
         return self._top_plans[:count]
 
+    def find(self, targets: Sequence[SearchTarget], count: int = 0) -> list[list[PlannedMapping]]:
+        """Return the best mappings of each target, see `Search.find`.
+
+        Args:
+            count: the same search finds this many plans for `top_plans`.
+        """
+        if count <= self._num_requested:
+            return self.search.find(targets)
+        *found, top = self.search.find([*targets, SearchTarget(count)])
+        if top:
+            self._num_requested = count
+            self._top_plans = top
+        return found
+
     def best(self) -> PlannedMapping:
         """Return the fastest mapping that fits.
 

@@ -218,8 +218,8 @@ def _merged(shape: MicroBatchSetShape, strategy: ContextPart) -> tuple[MicroBatc
     if strategy.plan.placement == BALANCED:
         # It reads only the numbers of ranks and of samples.
         dp = gcd(shape.num_ranks, shape.num_samples)
-        cp, mbs = shape.num_ranks // dp, shape.num_samples // dp
-        return replace(shape, dp=dp, cp=cp, micro_batch_size=mbs), strategy
+        sizes = {"dp": dp, "cp": shape.num_ranks // dp, "micro_batch_size": shape.num_samples // dp}
+        return replace(shape, **sizes), strategy
     if strategy.plan.moves_tokens and shape.cp == 1:
         # Whole samples stay on their ranks.
         samples: dict[str, Any] = {"placement": "samples"}

@@ -124,7 +124,7 @@ class _PairBounds(NamedTuple):
     bounds: Seconds
     """With the bound of the fold, [pairs]."""
     size_bounds: Seconds
-    """Of the micro-batch size alone, [pairs]."""
+    """Bounds of the micro-batch size alone, [pairs]."""
     dispatchers: NDArray[np.intp]
     """Index of the fastest dispatcher in `Search._searched`, [pairs]."""
     folds: NDArray[np.intp]
@@ -299,8 +299,8 @@ class Search:
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
-        time, memory = self.cost_model.step_time(mapping), self.memory_model.estimate(mapping)
-        return PlannedMapping(mapping, time, memory, self.attention)
+        time = self.cost_model.step_time(mapping)
+        return PlannedMapping(mapping, time, self.memory_model.estimate(mapping), self.attention)
 
     def _refine(self, node: "_Node", own: Sequence["_TargetResults"]) -> Iterator["_Node"]:
         """Yield the nodes with closer bounds that replace a node, below the limits of some targets."""
