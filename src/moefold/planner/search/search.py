@@ -122,7 +122,7 @@ class _PairBounds(NamedTuple):
     bounds: Seconds
     """With the bound of the fold, [pairs]."""
     size_bounds: Seconds
-    """Of the micro-batch size alone, [pairs]."""
+    """Bounds of the micro-batch size alone, [pairs]."""
     dispatchers: NDArray[np.intp]
     """Index of the fastest dispatcher in `Search._searched`, [pairs]."""
     folds: NDArray[np.intp]
