@@ -8,13 +8,13 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
-from moefold.launch.regroup import read_if_set
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 RECENT_REPORT_S = 5.0
 """Age up to which the last report of a rank is recent, so that the rank does not count as silent."""
@@ -50,8 +50,10 @@ class Diagnosis:
     """Predicate for the message: "is stopped", "is late", ..."""
 
 
-def gather_reports(store: dist.Store, world_size: int) -> dict[int, RankReport]:
+def gather_reports(store: "dist.Store", world_size: int) -> dict[int, RankReport]:
     """Return the report of every rank that ever reported. Silent ranks are reported by their local peers."""
+    from moefold.launch.regroup import read_if_set
+
     reports: dict[int, RankReport] = {}
     observed: dict[int, tuple[str, dict[str, Any] | None]] = {}
     for rank in range(world_size):

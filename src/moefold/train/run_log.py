@@ -15,7 +15,6 @@ from moefold.checkpoint.resume import Resume
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.config.sections.moe import TRACE_FOLDER
 from moefold.config.sections.run import SETTINGS_FILE
-from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
 from moefold.errors import ConfigError
 from moefold.message_text import Problem
 from moefold.metrics.expert_counts import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
@@ -28,6 +27,7 @@ from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
 
 if TYPE_CHECKING:
+    from moefold.data.routing_trace import RoutingTraceWriter
     from moefold.train.step_data import DataEvent
     from moefold.train.step_fault import StepFault
 
@@ -206,6 +206,8 @@ class RunLog:
             self.writer = stack.enter_context(writer)
             self.outputs.attempt(COUNTS_FILE, lambda: truncate_expert_counts(self._dir, resume_step))
             if (self._dir / TRACE_FOLDER).is_dir():
+                from moefold.data.routing_trace import truncate_trace
+
                 self.outputs.attempt(TRACE_FOLDER, lambda: truncate_trace(self._dir, resume_step))
             self._counts = None
             if cfg.metrics.expert_counts_every and moe_layers:
@@ -217,6 +219,8 @@ class RunLog:
             if self._counts is not None:
                 stack.callback(self._close, COUNTS_FILE, self._counts)
             if cfg.moe.trace_every:
+                from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
+
                 shape = trace_shape(cfg.model, cfg.train)
                 self.trace_writer = self.outputs.attempt(
                     TRACE_FOLDER, lambda: RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
