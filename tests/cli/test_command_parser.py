@@ -14,9 +14,10 @@ from moefold.host.rank_env import RankEnv
 def test_first_rank_reports_at_once_and_the_others_wait_for_it(monkeypatch, rank):
     waited = []
     monkeypatch.setattr(module.time, "sleep", waited.append)
+    monkeypatch.setattr(module, "read_rank_env", lambda: RankEnv(rank, rank, 2, "127.0.0.1", 1))
     with (
         pytest.raises(ConfigError if rank == 0 else SystemExit),
-        report_on_local_rank0(RankEnv(rank, rank, 2, "127.0.0.1", 1)),
+        report_on_local_rank0(),
     ):
         raise ConfigError("wrong")
     assert waited == [RANK0_REPORT_WAIT_S] * rank
