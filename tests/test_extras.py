@@ -47,9 +47,8 @@ def test_a_checkout_that_is_not_installed_gets_the_editable_command(monkeypatch)
 
 def test_every_message_asks_for_an_extra_that_exists_and_by_this_function() -> None:
     sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "errors.py"}
-    asked = {
-        extra for text in sources.values() for extra in re.findall(r"(?<!_)install_command\(['\"](\w+)['\"]\)", text)
-    }
+    ask = re.compile(r"(?:(?<!_)install_command|check_packages)\(['\"](\w+)['\"][,)]")
+    asked = {extra for text in sources.values() for extra in ask.findall(text)}
     assert {"hf", "gpu", "board"} <= asked
     assert asked <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert not [path for path, text in sources.items() if re.search(r"pip install (-e )?'(\.|moefold)\[", text)]
