@@ -92,7 +92,7 @@ def canvas(width: float, height: float) -> tuple[plt.Figure, Axes]:
 
 
 def two_views() -> plt.Figure:
-    """Draw the four ranks of a pipeline stage in the view of attention and in that of the experts."""
+    """Draw the four ranks of a pipeline stage in the view of attention and in the view of the experts."""
     figure, ax = canvas(8.0, 4.5)
     for left, title, color in ((0.15, "attention: cp2 x tp2", "blue"), (4.15, "experts: ep4", "orange")):
         box(ax, left, 0.55, 3.7, 3.8, fill=TINTS["grey"], edge="#cccccc")

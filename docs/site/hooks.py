@@ -152,7 +152,7 @@ def _needs_blank_line(before: str, line: str) -> bool:
 
 
 def _target(link: str, path: str, uri: str) -> str:
-    """Return a link as the site needs it: from the page that a file has on the site to that of its target."""
+    """Return a link as the site needs it: from the page that a file has on the site to the page of its target."""
     target, hash_sign, anchor = link.partition("#")
     if not target or ":" in target or target.startswith("/"):
         return link

