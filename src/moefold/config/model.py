@@ -22,11 +22,11 @@ class ModelConfig(Section):
     """Named model shape (see `moefold train --keys`). Keys of the recipe take precedence."""
     layers: Annotated[int | str, MaxMagnitude(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
-    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:
-    full, window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention)
-    attention, then rope or nope (no position embedding), own or shared, moe (model.ffn.moe) or dense (model.ffn.dense).
-    A layer "shared" attends to the keys that the nearest layer with an indexer before it selected (arXiv:2603.12201).
-    MTP layers have their own indexer."""
+    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". A name has a word of one or more of four lists, the first
+    word being the default: (1) attention: full, window (model.sliding_window), chunk (model.attention_chunk_size) or
+    linear (model.linear_attention), (2) rope or nope (no position embedding), (3) own or shared (the keys that the
+    nearest layer with an indexer before it selected, arXiv:2603.12201), (4) moe (model.ffn.moe) or dense
+    (model.ffn.dense). MTP layers have their own indexer."""
     hidden_size: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
