@@ -225,7 +225,7 @@ def _rm(arguments: argparse.Namespace) -> int:
 
 
 def _note_on_other_files(path: Path) -> str:
-    """Return a note on files, but hidden ones, that the manifest of a sound checkpoint does not name; "" for none."""
+    """Return a note on files, except hidden ones, that the manifest of a sound checkpoint does not name, or ""."""
     unnamed = file_sizes(path).keys() - read_manifest(path).keys() - {MANIFEST_FILE}
     others = sorted(name for name in unnamed if not name.startswith("."))
     return f"; not in its {MANIFEST_FILE}, and not read: {format_list(others)}" if others else ""

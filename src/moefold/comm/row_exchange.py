@@ -88,8 +88,8 @@ class RowExchange:
             splits_E: rows of each expert, int64 [E] on the device. No rank may receive more than `capacity`.
 
         Returns:
-            (received rows sorted by local expert [capacity, W], undefined after the last segment; rows and first row of
-            each received segment, int64 [2, E], as `combine` takes them).
+            (received rows sorted by local expert [capacity, W], undefined after the last segment, and the rows and
+            first row of each received segment, int64 [2, E], as `combine` takes them).
         """
         send_rows, splits = self._fill_send_buffers(rows_NW, splits_E)
         received = _rows_view(self._receive, self.capacity, rows_NW)

@@ -23,7 +23,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
     A part of another kind keeps the settings that both kinds have. `check_config` checks the result.
 
     Args:
-        settings: values by "section.key", and of a part also by "section.key.setting"; kinds precede settings. A table
+        settings: values by "section.key", and of a part also by "section.key.setting". Kinds precede settings. A table
             without another kind keeps the settings that it leaves out.
 
     Raises:
@@ -53,7 +53,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
-    """Return a model with other values by "key" and "key.setting"; see `edit`."""
+    """Return a model with other values by "key" and "key.setting", as `edit` does."""
     return edit(Config(model=model), {f"model.{name}": value for name, value in settings.items()}).model
 
 

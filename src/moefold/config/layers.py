@@ -88,12 +88,12 @@ class Layer:
 
     @property
     def window(self) -> int:
-        """Sliding window in tokens; 0: none."""
+        """Sliding window in tokens. 0 means none."""
         return self.attention.window
 
     @property
     def chunk(self) -> int:
-        """Attention chunk in tokens; 0: none."""
+        """Attention chunk in tokens. 0 means none."""
         return self.attention.span.chunk if self.attention.span else 0
 
 

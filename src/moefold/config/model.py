@@ -22,11 +22,11 @@ class ModelConfig(Section):
     """Named model shape (see `moefold train --keys`). Keys of the recipe take precedence."""
     layers: Annotated[int | str, MaxMagnitude(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
-    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:
-    full, window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention)
-    attention; rope or nope (no position embedding); own or shared (the keys that the nearest layer with an indexer
-    before it selected, arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense
-    (model.ffn.dense)."""
+    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". A name has a word of one or more of four lists, the first
+    word being the default: (1) attention: full, window (model.sliding_window), chunk (model.attention_chunk_size) or
+    linear (model.linear_attention), (2) rope or nope (no position embedding), (3) own or shared (the keys that the
+    nearest layer with an indexer before it selected, arXiv:2603.12201), (4) moe (model.ffn.moe) or dense
+    (model.ffn.dense). MTP layers have their own indexer."""
     hidden_size: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
@@ -36,13 +36,13 @@ class ModelConfig(Section):
     default: their number, rounded up to a multiple of 64."""
     mtp_layers: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
-    2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
+    2.2), each through one more layer after the others, of the kind of the last one. 0 means none."""
     sliding_window: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
     """Sliding window of a layer 'window': each token attends to itself and the tokens right before it, this many in
-    all; 0: no such layers."""
+    all. 0 means no such layers."""
     attention_chunk_size: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer 'chunk': a document is divided into chunks of this length from its
-    start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
+    start on, and each token attends to the tokens before it in its chunk (Llama 4). 0 means no such layers."""
     linear_attention: Annotated[Any, KindOf("attention", "is_recurrent")] = "gated_deltanet"
     """Layers 'linear' of model.layers: attention without a softmax, or a convolution in its place."""
     ffn: Networks = field(default_factory=Networks)
@@ -146,7 +146,7 @@ class ModelConfig(Section):
 
     @cached_property
     def routed(self) -> RoutedPart | None:
-        """Feed-forward network of all MoE layers; None if the model has no MoE layers."""
+        """Feed-forward network of all MoE layers, or None if the model has no MoE layers."""
         return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property
@@ -162,7 +162,7 @@ class ModelConfig(Section):
 
     @property
     def selected_keys(self) -> int:
-        """Maximum keys of a query of sparse attention; 0: no layer has sparse attention."""
+        """Maximum keys of a query of sparse attention. 0 means that no layer has sparse attention."""
         return next((layer.attention.selector.top_k for layer in self.decoder_layers if layer.attention.selector), 0)
 
     def trains_indexers_only(self, train: TrainConfig) -> bool:

@@ -24,7 +24,7 @@ MAX_NAME_CHARACTERS = 200
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path()) -> list[str]:
-    """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` is allowed as in recipes.
+    """Apply overrides `section.key=value` to a tree of sections, in order. `parallel=auto` is allowed as in recipes.
 
     The settings of a part, `section.key.setting=value`, are applied after all others: its kind may precede or follow
     them. Another kind keeps the settings of the recipe that both kinds have. The last value of a key counts.
@@ -36,7 +36,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
         Messages on settings that another kind lacks, and on keys that are given twice.
 
     Raises:
-        ConfigError: overrides have another form, or name an unknown section or a key of format 1; one error for all.
+        ConfigError: overrides have another form, or name an unknown section or a key of format 1. One error has all.
     """
     left_out = []
     refused = []
@@ -68,7 +68,7 @@ def _depth(override: str) -> int:
 
 
 def _parse_override(override: str, tree: Tree) -> tuple[str, str, str]:
-    """Split an override into section, key and text; refuse a name that no recipe has."""
+    """Split an override into section, key and text, and refuse a name that no recipe has."""
     name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO_MAPPING):
         name = "parallel.mapping"
@@ -109,7 +109,7 @@ def _refuse_moved_key(name: str, text: str, tree: Tree) -> None:
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:
-    """Apply one override; return a message on dropped settings, or ""."""
+    """Apply one override, and return a message on dropped settings, or ""."""
     section, key, text = _parse_override(override, tree)
     path = f"{section}.{key}"
     keys = tree.setdefault(section, {})
@@ -129,7 +129,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
 
 
 def _merge_override(tree: Tree, names: list[str], value: Any) -> Tree:
-    """Put the value of an override into a recipe, with the settings that it keeps; return the settings left out."""
+    """Put the value of an override into a recipe, with the settings that it keeps, and return the settings left out."""
     path = ".".join(names)
     before: Any = tree
     for name in names:

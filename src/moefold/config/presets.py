@@ -15,7 +15,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Return the [model] keys of a preset; raise ConfigError if there is no preset of this name."""
+    """Return the [model] keys of a preset, or raise ConfigError if there is no preset of this name."""
     if name not in preset_names():
         guess = closest_match(name, preset_names(), cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"

@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.message_text import Problem
 
 Rule = Callable[..., Iterator[Any]]
-"""Yields a message or `Problem` per violation. Each parameter without a default is a section of the recipe by its name;
+"""Yields a message or `Problem` per violation. Each parameter without a default is a section of the recipe by its name.
 `cfg` and `recipe` are the whole recipe."""
 
 

@@ -108,7 +108,7 @@ class Config:
         )
 
     def loss_chunk_tokens(self, device_type: str) -> int:
-        """Return the number of tokens whose logits are in memory at a time; 0: all tokens of a micro-batch."""
+        """Return the number of tokens whose logits are in memory at a time. 0 means all tokens of a micro-batch."""
         return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
 
 

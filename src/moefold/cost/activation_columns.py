@@ -173,8 +173,8 @@ def _forward_snapshots(formula: ActivationMemory, kind: Layer, points: tuple[str
 def _live_during_dispatch(formula: ActivationMemory, kind: Layer) -> BytesByPart:
     """Return the unsaved live memory of an MoE layer that is recomputed during its dispatch.
 
-    It has the norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual
-    stream too.
+    It has the norm's output, the routing and the permutation indices. If the whole layer is recomputed, it also has the
+    residual stream.
     """
     live = BytesByPart(router=formula.without_recompute.saved_by_kind[kind]["router"])
     if "layer" in formula.recompute:

@@ -1,8 +1,8 @@
 """Activation memory: bytes that one micro-batch saves for backward, by part of the model.
 
 The parts of a layer define their saved tensors. This module adds them up for whole layers, embedding and head. Tests
-compare the sums with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp);
-N tokens inside them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
+compare the sums with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp),
+N tokens inside them, S*B/cp, R routed tokens of a rank's experts, and H, F, A, D, V, E, K sizes (docs/notation.md).
 """
 
 from collections.abc import Iterable
@@ -91,7 +91,7 @@ class ActivationMemory(LayerSizes):
         return max(scores, experts, key=BytesByPart.total)
 
     def _known_or_estimated(self, kind: Layer, known: BytesByPart | None) -> BytesByPart:
-        """Return the bytes by the formula of attention; else of its matrices' inputs and outputs, and a norm."""
+        """Return the bytes by the formula of attention, or of its matrices' inputs and outputs, and a norm."""
         if known is not None:
             return known
         tp = self.parallel.tp

@@ -114,7 +114,7 @@ class Device:
     wide_flops: Annotated[dict[str, Positive], within(WIDE)] = field(default_factory=dict)
     """Peak FLOP/s of float32 GEMMs without TF32, and of float64. A missing type cannot be estimated."""
     gemm_fraction: Annotated[dict[str, Share], within(HAS_BF16)]
-    """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""
+    """Fraction of the peak that large GEMMs reach in training under the power limit. Higher precisions have bf16's."""
     grouped_fraction: Positive
     """Speed of a grouped GEMM over the speed of a single GEMM of the same size."""
     quantize_passes: dict[str, Positive]

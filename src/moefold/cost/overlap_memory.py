@@ -66,7 +66,7 @@ def interleave(
 
     Args:
         forward: intervals of one micro-batch. It starts at the first collective of the backward pass.
-        backward: intervals of another one; at each of its collectives the forward pass advances to its own next one.
+        backward: intervals of another one. At each of its collectives the forward pass advances to its own next one.
         empty: memory of a pass that has not started.
         passed: memory of the backward pass once it is done.
     """

@@ -20,7 +20,7 @@ from moefold.topology.message_plan import live_messages, plan_messages
 from moefold.topology.schedules import schedule_named, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
-"""Micro-batches for each rank after which the steady phase only repeats; see `StepSchedule.shortest_equivalent`."""
+"""Micro-batches for each rank after which the steady phase only repeats (`StepSchedule.shortest_equivalent`)."""
 
 
 RunningChunks = tuple[int, int]

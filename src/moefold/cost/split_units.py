@@ -16,7 +16,7 @@ sort key, most important first. The smallest row is the best split."""
 PATIENCE = 32
 """Moves without a better split after which the search ends."""
 MAX_STAGES = 16
-"""Number of stages up to which every rank may lose a unit; with more, only the busiest and the fullest rank."""
+"""Number of stages up to which every rank may lose a unit. With more, only the busiest and the fullest may."""
 
 
 def split_units(
@@ -32,10 +32,10 @@ def split_units(
     between stages. Tests compare with all splits of small models.
 
     Args:
-        flops: FLOPs of the units in model order: the embedding, each layer, and the loss with MTP; as many as stages
-            or more.
+        flops: FLOPs of the units in model order: the embedding, each layer, and the loss with MTP. They are as many
+            as stages or more.
         ranks: the pipeline rank of each stage.
-        sizes: bytes of the units on each stage; given, the split minimises the product of the busiest rank's squared
+        sizes: bytes of the units on each stage. With them the split minimises the product of the busiest rank's squared
             FLOPs and the fullest rank's bytes instead.
         max_slowdown_pct: with sizes, the allowed excess over the least FLOPs, in per cent.
     """

@@ -133,7 +133,7 @@ def open_rewards(
 
 
 def rewarded_reader(column: str, *, skips: bool) -> ConversationReader:
-    """Return the reader of conversations with rewards; if bad rows are skipped, it refuses rows without a reward."""
+    """Return the reader of conversations with rewards. If bad rows are skipped, it refuses rows without a reward."""
     if not skips:
         return ConversationReader(("sft",), partial(read_conversations, reward_column=column))
     return ConversationReader(("sft rewarded", column), partial(_rewarded, column=column))

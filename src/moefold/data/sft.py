@@ -160,7 +160,7 @@ def pack_conversations(
 def find_overlong(
     data: DataConfig, lengths: NDArray[np.int64], seq_len: int, noun: str, location: Callable[[int], str]
 ) -> NDArray[np.bool_]:
-    """Return which conversations or pairs have more than seq_len + 1 tokens; refuse them if `data.overlong` does."""
+    """Return which conversations or pairs have more than seq_len + 1 tokens, or refuse them if `data.overlong` does."""
     is_long: NDArray[np.bool_] = lengths > seq_len + 1
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))

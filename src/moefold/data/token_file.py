@@ -71,7 +71,7 @@ class MegatronIndex:
         return starts[firsts[1:] - first]
 
     def has_gaps(self) -> bool:
-        """Return whether a sequence does not begin where the one before it ends; reads lengths and offsets in parts."""
+        """Return whether a sequence begins elsewhere than at the end of the one before it, reading lengths in parts."""
         lengths = self._open(_MEGATRON_HEADER.size, self.num_sequences, "<i4")
         offsets = self._open(self._offsets_start, self.num_sequences)
         end = 0

@@ -43,7 +43,7 @@ class ExpertCounts:
 
 
 class ExpertCountsWriter:
-    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
+    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin, used on one rank only.
 
     Opening removes the steps after `resume_step` and a truncated last record, as for metrics.jsonl. A file that is
     invalid, or has other layers or experts, is replaced.
@@ -51,7 +51,7 @@ class ExpertCountsWriter:
     Args:
         layers: indices of the MoE layers.
         num_experts: E.
-        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
+        resume_step: step of the checkpoint that the run continues from, or 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, layers: Sequence[int], num_experts: int, *, resume_step: int = 0) -> None:
@@ -84,7 +84,7 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Memory-map the counts of a run without a truncated last record; None if there are none."""
+    """Memory-map the counts of a run without a truncated last record, or None if there are none."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return None
@@ -151,7 +151,7 @@ class CountsHeader:
 
 
 def read_counts_header(file: BinaryIO) -> CountsHeader | None:
-    """Read the first line of an open file, up to its first record; None if it is not an expert-counts file."""
+    """Read the first line of an open file, up to its first record, or None if it is not an expert-counts file."""
     line = file.readline(MAX_HEADER_BYTES)
     try:
         header = parse_json(line)

@@ -163,7 +163,7 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def open_caches(self, current_pass: "CurrentPass", size: "CacheSize") -> "list[LayerCache]":
-        """Attend to earlier tokens through new caches until `close_caches`, for generation; return the caches."""
+        """Attend to earlier tokens through new caches until `close_caches`, for generation, and return the caches."""
 
     @abstractmethod
     def close_caches(self) -> None:
@@ -196,7 +196,7 @@ class SelfAttention(TokenMixer):
         self.attends_in_blocks = False
 
     def open_caches(self, current_pass: "CurrentPass", size: "CacheSize") -> "list[LayerCache]":
-        """Attend to the keys and values of the pages of each row's sample; see base class."""
+        """Attend to the keys and values of the pages of each row's sample, as the base class says."""
         from moefold.model.paged_cache import KeyLimits, PagedAttention
 
         limits = KeyLimits(self.window, self.chunk_size)

@@ -135,7 +135,7 @@ class Block(nn.Module):
         return _new_selection() if is_needed else selection
 
     def _connected(self, source: Tensor, output: LayerOutput, selection: "Selection | None") -> LayerOutput:
-        """Return the output of the layer; if it is frozen, with the loss of its indexer and connected to its input."""
+        """Return the output of the layer. A frozen one adds the loss of its indexer and is connected to its input."""
         if not self.is_frozen:
             return output
         hidden = pass_gradient(source, output.y)

@@ -141,4 +141,4 @@ class LayerCache:
         """Copy pages, int64 [n] each, without effect on a cache without pages."""
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
-        """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""
+        """Copy states between slots, int64 [n] each, all below `num_slots`. A cache without states is unchanged."""

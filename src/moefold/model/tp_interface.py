@@ -37,7 +37,7 @@ class SequenceParallel:
         return x
 
     def local_rows(self, x: Tensor) -> Tensor:
-        """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...]; no communication."""
+        """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...], by itself."""
         return x
 
     def all_gather_linear(

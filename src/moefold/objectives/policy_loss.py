@@ -70,9 +70,9 @@ class PolicyGradientLoss:
     def metrics(self) -> tuple[LossMetric, ...]:
         """Metrics over the tokens that are trained (nonzero weight), without metrics of columns that a batch lacks.
 
-        Entropy of the policy in nats; largest ratio; metrics of the objective; KL penalty before its coefficient;
-        absolute difference to the log-probabilities of the sampler, its maximum, and the fraction of tokens where they
-        are equal by bits; fraction of tokens whose correction is cut or masked.
+        These are the entropy of the policy in nats, the largest ratio, metrics of the objective and the KL penalty
+        before its coefficient. The absolute difference to the log-probabilities of the sampler has a mean, a maximum,
+        and the fraction of tokens with equal bits. The last is the fraction of tokens with a cut or masked correction.
         """
         names = ("clipped", *(name for name in self.objective.mean_metrics if name != "clipped"))
         return (*FRAME_METRICS[:2], *(LossMetric(name, "mean") for name in names), *FRAME_METRICS[2:])

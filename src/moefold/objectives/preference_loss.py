@@ -22,9 +22,9 @@ class PreferenceLoss:
     a reference. For a method with labels, sequence 2k is a completion, and sequence 2k + 1 has the same prompt with the
     completion of another prompt.
 
-    Columns, besides "labels": "weights" [N, S], whose sum over the tokens of sequence 2k is the share of pair k in the
-    loss; "sequence_ids" [N, S], -1 for tokens of prompts and padding; "reference_log_probs" [N, K], the sum over each
-    sequence under the reference, if the method has one; "is_desirable", bool [N, K / 2], for methods with labels.
+    Besides "labels" there are the columns "weights" [N, S], whose sum over the tokens of sequence 2k is the share of
+    pair k in the loss, and "sequence_ids" [N, S], -1 for tokens of prompts and padding. A method with a reference has
+    its sums over each sequence in "reference_log_probs" [N, K], one with labels "is_desirable", bool [N, K / 2].
     """
 
     method: PreferencePart

@@ -262,7 +262,7 @@ def attention_block_backward(
         block_mask, kernel: as in the forward pass of this block.
 
     Returns:
-        (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
+        (dq, dk, dv): the block's share of the gradient of q, and gradients of its keys and values from these queries.
     """
     if isinstance(block_mask, BlockedWindow):
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)

@@ -112,7 +112,7 @@ def _statistics(logits_CV: Tensor, row_C: Tensor, exps_CV: Tensor) -> RowStatist
 
 
 def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
-    """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum; float32 at least, [C].
+    """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum, in float32 at least, [C].
 
     Args:
         logits_CV: logits of any floating dtype, unchanged.

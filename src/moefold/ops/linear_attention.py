@@ -280,7 +280,7 @@ class _HeadDecays:
 
 
 class _ChannelDecays:
-    """Decays between the tokens of each chunk, one number for each key channel; see `_HeadDecays`; total [.., C, D].
+    """Decays between the tokens of each chunk, one number for each key channel, as `_HeadDecays`, total [.., C, D].
 
     exp(total_i - total_j) is a product of two factors relative to a point between i and j, both at most 1. Queries are
     taken in sub-chunks: earlier keys relative to its start, and the keys of the sub-chunk itself channel by channel.

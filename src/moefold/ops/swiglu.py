@@ -55,7 +55,7 @@ class ExpertActivation(Protocol):
     def backward(
         self, grad: Tensor, g: Tensor, u: Tensor, outs: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (hidden values, gradient of g, gradient of u), given the gradient of the hidden values; no autograd.
+        """Return (hidden values, gradient of g, gradient of u), from the gradient of the hidden values, no autograd.
 
         All have the dtype of `grad`. The tensors g and u may be of lower precision. `grad` and `outs`, buffers for two
         of the results, may be overwritten.

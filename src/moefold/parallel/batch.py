@@ -24,7 +24,7 @@ class Batch:
     * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
     * "sample_ids": index of each sample in the global batch, int64 [N].
     * "mtp_labels", with multi-token prediction (MTP): the tokens after the next token, int64 [N, mtp_layers, S/cp].
-    * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp]; 0 after the sample's end.
+    * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp], 0 after the sample's end.
     * "document_starts", if samples hold several documents: start position of each token's document, int64 [N, S]. It is
       a column per sample, as attention crosses shards. Attention stays within a document. The starts are also in
       `document_bounds`, as the host cannot read a column on a GPU without waiting.

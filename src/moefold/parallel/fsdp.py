@@ -43,7 +43,7 @@ register_dataclass(ExpertInput)
 
 
 def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
-    """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
+    """Replace every meta parameter of a stage by its DTensor shard over tp or (ep, etp), without communication."""
     tp_mesh = groups.dense_mesh["tp"]
     expert_mesh = groups.expert_mesh["ep", "etp"]
     weights = training_weights(stage.config, stage.settings.lora)

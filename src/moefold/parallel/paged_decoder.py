@@ -141,10 +141,10 @@ def _cast_once(model: ParallelModel) -> Iterator[None]:
 class PagedDecoder:
     """Context manager for passes over a paged cache, which sets the stages to generation and back.
 
-    * `TokenMixer.open_caches`: attention reads the cache of its layer;
-    * `SequenceParallel.split_unevenly`: a pass has any number of tokens, and `Head.picked_rows_N` those with logits;
-    * `MoELayer.decoding_dispatcher`: the all-to-all if the layer's needs equal token counts or moves experts;
-    * `Router.override`: a `RoutingCache` if choices are recorded;
+    * `TokenMixer.open_caches`: attention reads the cache of its layer.
+    * `SequenceParallel.split_unevenly`: a pass has any number of tokens, and `Head.picked_rows_N` those with logits.
+    * `MoELayer.decoding_dispatcher`: the all-to-all if the layer's needs equal token counts or moves experts.
+    * `Router.override`: a `RoutingCache` if choices are recorded.
     * `Block.fused` of a layer that a kernel computes whole, `Transformer.fused` of a stage with only such layers, and
       `Head.fused` after such layers.
 

@@ -115,9 +115,9 @@ class RowTransfer:
         return gathered
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """Return the sums over the ranks of the rows of this rank's tokens, [needed tokens, W] -> [C, W]; communicates.
+        """Return the sums over the ranks of the rows of this rank's tokens, [needed tokens, W] -> [C, W].
 
-        It is the adjoint of `gather`. Sums are added in the order of the ranks, after this rank's own.
+        It communicates, as the adjoint of `gather`. Sums are added in the order of ranks, after this rank's own.
         """
         if self._is_identity:
             return x

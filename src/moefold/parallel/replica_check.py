@@ -88,7 +88,7 @@ class ReplicaGradients:
         self._comm_hooks.enable()
 
     def metrics(self, loss: Tensor) -> ReplicaMetrics:
-        """Return metrics of the differences between the replicas' losses and gradients; one all-reduce over the world.
+        """Return metrics of the differences between replicas' losses and gradients, by one all-reduce over the world.
 
         Args:
             loss: this rank's part of the loss of the global batch, 0-dim, or 0 on duplicate ranks.

@@ -118,7 +118,7 @@ class PublishedRow:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Version numbers of the container that a source names; (0,) if it names none."""
+        """Version numbers of the container that a source names, or (0,) if it names none."""
         found = _RELEASE.search(self["source"])
         return (0,) if found is None else _numbers(found[1] or found[2])
 

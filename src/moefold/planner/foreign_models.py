@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba(AttentionPart):
-    """Mamba-2 mixer with heads of 64, a state of 128 and 8 groups; FLOPs of the state as in Megatron-Bridge."""
+    """Mamba-2 mixer with heads of 64, a state of 128 and 8 groups, with FLOPs of the state as in Megatron-Bridge."""
 
     is_recurrent: ClassVar[bool] = True
     num_heads: int

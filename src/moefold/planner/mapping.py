@@ -24,7 +24,7 @@ class PipelineVariant(NamedTuple):
 
 @dataclass(unsafe_hash=True, kw_only=True, slots=True)
 class ParallelMapping:
-    """Parallel degrees of attention and experts, micro-batch and execution of a step; names as in a recipe.
+    """Parallel degrees of attention and experts, micro-batch and execution of a step, by the names of a recipe.
 
     Never changed, but not frozen: a search builds tens of thousands, and a frozen one takes three times as long.
     """

@@ -70,7 +70,7 @@ def train_flops(model_spec: ModelSpec, seq_len: int, *, causal: bool, router: bo
 
 @lru_cache(maxsize=1024)
 def layer_parameters(layer: Layer) -> tuple[int, int]:
-    """Return the parameters of one layer outside the routed experts, and of its routed experts; matrices and norms."""
+    """Return the parameters of one layer outside its routed experts, and in them, as matrices and norms."""
     matrices = [weight for weight in layer.params if weight.is_matrix]
     experts = sum(weight.numel for weight in matrices if weight.is_expert)
     return sum(weight.numel for weight in matrices) - experts + 2 * layer.hidden_size, experts

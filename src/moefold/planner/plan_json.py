@@ -70,7 +70,7 @@ def _families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
 
 
 def documents_as_dict(loads: DocumentLoads | None) -> dict[str, Any]:
-    """Return the lengths that were planned for, ready for JSON; empty where a sample is one document."""
+    """Return the lengths that were planned for, ready for JSON, or nothing where a sample is one document."""
     return {} if loads is None else {"lengths": loads.samples.name, "effective_length": loads.effective_length}
 
 

@@ -102,7 +102,7 @@ class Planner:
 
     @cached_property
     def search(self) -> Search | DocumentSearch:
-        """The search over all legal mappings; where samples hold documents, under each way to share attention."""
+        """The search over all legal mappings, for samples of documents under each way to share attention."""
         q = self.request
         loads = q.workload.attention
         if loads is None:
@@ -191,7 +191,7 @@ class Planner:
 
     @cached_property
     def site_plan(self) -> SitePlan | None:
-        """Rounds between sites under the best mapping; None where the request has no link between sites.
+        """Rounds between sites under the best mapping, or None where the request has no link between sites.
 
         Raises:
             ConfigError: no mapping is legal, or none fits.

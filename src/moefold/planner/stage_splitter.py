@@ -16,7 +16,7 @@ StageSplitter = Callable[[tuple[int, ...]], tuple[ModelChunk, ...]]
 
 
 class RecipeStageSplitter:
-    """Splitter by a recipe's `parallel.pipeline_layout`; without one, balanced by rank, as the planner writes it.
+    """Splitter by a recipe's `parallel.pipeline_layout`, or without one balanced by rank, as the planner writes it.
 
     Args:
         cfg: the recipe. From its mapping only the layout is read.

@@ -31,7 +31,7 @@ def read_schedule(
     """Read the rows and the rank of each stage, and check that they are complete and free of deadlocks.
 
     Args:
-        num_micro_batches: the number that the file must have; None accepts any.
+        num_micro_batches: the number that the file must have, or None for any.
 
     Raises:
         ConfigError: the file cannot be read, a cell is wrong, an action is missing or doubled, or ranks would deadlock.

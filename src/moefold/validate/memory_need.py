@@ -132,7 +132,7 @@ def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> l
 
 
 def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling; empty without them."""
+    """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling, if there are any."""
     if not cfg.rollout.ranks:
         return ()
 

@@ -106,7 +106,7 @@ class Oracle:
         reads: record of the keys that are read, shared with other oracles. None: a new record.
 
     Raises:
-        NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also by `step` and `check_keys`.
+        NoFormulaError: the oracle has no formula for a kind, a key or a parameter. `step` and `check_keys` raise it.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def our_values() -> Mapping[str, Mapping[str, str]]:
 
 
 def key_hint(name: str) -> str:
-    """Return the recipe key for a name of other software, whatever its section, dashes and case; "" if unknown."""
+    """Return the recipe key for a name of other software, whatever its section, dashes and case, or "" if unknown."""
     plain = name.strip().lstrip("-").replace("-", "_").lower()
     for spelling in (plain, plain.rpartition(".")[2]):
         if ours := our_names("keys").get(spelling):
@@ -53,5 +53,5 @@ def is_known_path(name: str) -> bool:
 
 
 def moefold_value(key: str, value: str) -> str:
-    """Return the value of a recipe key for a value of other software; "" if none is known."""
+    """Return the value of a recipe key for a value of other software, or "" if none is known."""
     return our_values().get(key, {}).get(value.lower(), "")

@@ -66,8 +66,8 @@ class Trait(Enum):
 SAME_TENSORS = Trait.SAME_TENSORS
 """A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
 SAME_RUN = Trait.SAME_RUN
-"""A key that may change when a run is resumed without a line of the log; on a section: all its keys except those that
-determine initial values (`VerifyAs.START`)."""
+"""A key that may change when a run is resumed without a line of the log. On a section it stands for all keys except
+those that determine initial values (`VerifyAs.START`)."""
 
 
 def at_least(low: int, meaning: str = "") -> Bound:

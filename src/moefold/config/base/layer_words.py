@@ -117,8 +117,8 @@ def counted_layers(layers: int | str | None, count: int) -> int | str:
     """Return a number of layers like the given layers, which must be equal.
 
     Args:
-        layers: layers of a recipe or its preset, unchecked; None: the default.
-        count: number of the returned layers; an illegal number is refused later.
+        layers: layers of a recipe or its preset, unchecked, or None for the default.
+        count: number of the returned layers. An illegal number is refused later.
 
     Raises:
         ConfigError: the layers differ.

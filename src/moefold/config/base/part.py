@@ -129,7 +129,7 @@ class Part:
         """Yield the incompatible settings of a recipe. Bounds of a single setting are in its annotation.
 
         Args:
-            args: the sections named by the parameters of the overriding method, such as `model` and `train`; `recipe`
+            args: the sections named by the parameters of the overriding method, such as `model` and `train`. `recipe`
                 is the whole recipe (`config/rule.py`).
         """
         yield from ()

@@ -36,7 +36,7 @@ def within(bound: Bound) -> WrapValidator:
 
 
 def parse_table(text: str, location: str) -> dict[str, Any]:
-    """Parse the TOML of a file; raise ConfigError if it is not TOML."""
+    """Parse the TOML of a file, or raise ConfigError if it is not TOML."""
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -83,7 +83,7 @@ def _describe_problem(kind: Any, error: ValidationError, advice: str) -> str:
 
 
 def _keys_at(kind: Any, path: Iterable[str | int]) -> list[str]:
-    """Return the keys of a table, or of each table of a list, given its path; empty for other values."""
+    """Return the keys of a table, or of each table of a list, given its path, or nothing for other values."""
     for name in (entry for entry in path if isinstance(entry, str)):
         hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
         kind = next(filter(is_dataclass, get_args(hint)), hint)

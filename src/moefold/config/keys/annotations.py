@@ -99,7 +99,7 @@ def keys_of_same_run() -> frozenset[str]:
 
 @cache
 def verification_by_key() -> dict[str, VerifyAs | None]:
-    """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
+    """Return how `moefold verify` judges each key, by "section.key", with None if the oracle must read it."""
     return {
         name: next((annotation for annotation in reversed(annotations) if isinstance(annotation, VerifyAs)), None)
         for name, annotations in _annotations_by_key().items()

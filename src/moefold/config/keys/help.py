@@ -40,7 +40,7 @@ class RecipeKey:
     name: str
     type: str
     default: str
-    """Default as TOML; empty: the key is required."""
+    """Default as TOML, or empty if the key is required."""
     help: str
     kinds: tuple[str, ...] = ()
     """Built-in kinds with this setting, for a setting of a part."""
@@ -66,7 +66,7 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
 
 
 def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
-    """Yield the settings of the table of a key, and of the tables in it; nothing if the key takes no table."""
+    """Yield the settings of the table of a key, and of the tables in it, or nothing if the key takes no table."""
     for path, owners in kind_settings().items():
         if path.startswith(f"{name}."):
             section, _, key = path.partition(".")
@@ -76,14 +76,14 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
 
 
 def _choices_of(path: str) -> tuple[tuple[str, str], ...]:
-    """Return the kinds that a key may name, each with the docstring of its class; empty if it chooses no part."""
+    """Return the kinds that a key may name, each with the docstring of its class, or nothing if it chooses no part."""
     annotation = part_annotations().get(path)
     classes = annotation.classes() if annotation else ()
     return tuple((kind_of(part), " ".join((part.__doc__ or "").split())) for part in classes)
 
 
 def _shown_default(value: Any) -> str:
-    """Return a default as TOML; a table only by its name, because its keys are also listed."""
+    """Return a default as TOML, and a table only by its name, because its keys are also listed."""
     match value:
         case None:
             return json.dumps(NONE)
@@ -121,8 +121,8 @@ def keys_text(pattern: str = "") -> str:
     """Return the keys with type, default and help, formatted for a terminal.
 
     Args:
-        pattern: part of a key's name, or a pattern of the whole name with * and ?; case is ignored. If no name matches,
-            the help texts are searched. "": all keys, and the presets.
+        pattern: part of a key's name, or a pattern of the whole name with * and ?. Case is ignored. If no name matches,
+            the help texts are searched. "" stands for all keys, and the presets.
 
     Raises:
         ConfigError: no key matches.

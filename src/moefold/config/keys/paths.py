@@ -52,7 +52,7 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
 
 def owners_of(annotation: KindOf | type[Table]) -> Iterator[Any]:
-    """Yield the classes whose fields are the keys of a table; for a part, the classes of its built-in kinds."""
+    """Yield the classes whose fields are the keys of a table. For a part these are its built-in kinds."""
     yield from annotation.classes() if isinstance(annotation, KindOf) else (annotation,)
 
 
@@ -99,7 +99,7 @@ def part_keys() -> dict[str, str]:
 
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
-    """Return the kinds with each setting of a table, by its path, in schema order; empty for tables without kinds."""
+    """Return the kinds with each setting of a table, by its path, in schema order. Tables without kinds have none."""
     settings: dict[str, tuple[str, ...]] = {}
     for name, annotation in tables().items():
         for owner in owners_of(annotation):
@@ -120,7 +120,7 @@ def owner_of(path: str) -> Any:
 
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
-    """Return the legal choices of a key; for parts, the built-in kinds. Empty: the key takes any value of its type."""
+    """Return the legal choices of a key, for parts the built-in kinds, or nothing if it takes any value of its type."""
     if isinstance(annotation := annotation_at(f"{section}.{key}"), KindOf):
         return annotation.kinds or built_in_kinds(annotation.group)
     plain = type_of(section, key)
@@ -139,7 +139,7 @@ def last_name(path: str) -> str:
 
 @cache
 def default_of(section: str, key: str) -> Any:
-    """Return the default of a key, or of a setting of a table: "ffn.moe.top_k"; a part if the key chooses a part."""
+    """Return the default of a key, or of a setting such as "ffn.moe.top_k". It is a part if the key chooses a part."""
     if "." in key:
         return default_of_field(owner_of(f"{section}.{key}"), last_name(key))
     return getattr(_default_section(section), key)

@@ -45,7 +45,7 @@ def wrong_kind(name: str, kind: str) -> Problem:
 
 @cache
 def part_class_problem(name: str, part: Any) -> str:
-    """Return the reason why a key does not take a class of parts, and the right key; empty: the key takes it."""
+    """Return the reason why a key does not take a class of parts, and the right key, or "" if the key takes it."""
     reason = _part_class_reason(name, part)
     if not reason:
         return ""
@@ -90,7 +90,7 @@ def describe_type(hint: Any) -> str:
 
 
 def list_advice(name: str, value: Any) -> str:
-    """Return how to write a text that is meant as a list of strings; "" for other values."""
+    """Return how to write a text that is meant as a list of strings, or "" for other values."""
     if not isinstance(value, str) or not value:
         return ""
     items = [word.strip().strip("\"'") for word in value.removeprefix("[").removesuffix("]").split(",")]

@@ -70,8 +70,8 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     """Build the part or the table of a key.
 
     Args:
-        value: a kind, or a table with `kind` and settings; the settings of a table without kinds; "none": no table.
-        default: the default of the key, whose kind a table without `kind` has; None if there is no default.
+        value: a kind, a table with `kind` and settings, the settings of a table without kinds, or "none" (no table).
+        default: the default of the key, whose kind a table without `kind` has, or None if there is no default.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.

@@ -76,7 +76,7 @@ def settings_of_other_kind(
     Args:
         table: a table with `kind`, unchecked.
         kind: the other kind. An unknown kind is refused later.
-        source: source of the other kind from its recorded table; None: a user wrote the kind.
+        source: source of the other kind from its recorded table, or None if a user wrote the kind.
 
     Raises:
         MissingPartError: the file of `source` is not named.
@@ -113,7 +113,7 @@ def recorded_class(name: str, annotation: KindOf, kind: str, source: Any) -> tup
     """Return the class of a kind and its origin, and log how it differs from the recorded one.
 
     Args:
-        source: the source of the part from its recorded table, unchecked; {}: none is recorded.
+        source: the source of the part from its recorded table, unchecked, or {} if none is recorded.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
@@ -176,7 +176,7 @@ def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, now: Origin) -> None:
-    """Log that a part differs from the recorded one; raise ConfigError if it comes from another distribution."""
+    """Log that a part differs from the recorded one, and raise ConfigError if it comes from another distribution."""
     if recorded.distribution != now.distribution and recorded.distribution:
         rule = f"is a part of {recorded}, and the one that is installed is of {now}"
         raise ConfigError(Problem(name, kind, rule, "install the first, or leave the second out"))

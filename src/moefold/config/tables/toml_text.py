@@ -32,7 +32,7 @@ def minimal_form(value: Any, base: Any = None) -> Any:
 
     Args:
         value: a value of a key.
-        base: the value of an omitted key, such as from a preset; None: the default.
+        base: the value of an omitted key, such as from a preset, or None for the default.
     """
     owner: Any = type(value)
     if isinstance(value, Part) and not is_built_in(owner):

@@ -50,7 +50,7 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
 
 
 def merged(path: str, base: Any, over: Any) -> Any:
-    """Return a table completed from another table; only the keys that both have if the kinds differ.
+    """Return a table completed from another table, by only the keys that both have if the kinds differ.
 
     Args:
         path: path of the table, such as "model.attention".

@@ -13,7 +13,7 @@ class MovedKey(NamedTuple):
     setting: str
     """Setting of the part. `KIND`: a flag, which chooses the kind with the old kind in its name."""
     kinds: tuple[str, ...] = ()
-    """Kinds that read the setting; empty: the built-in kinds that have it."""
+    """Kinds that read the setting, or empty for the built-in kinds that have it."""
 
     def __str__(self) -> str:
         """Return the path of an override."""

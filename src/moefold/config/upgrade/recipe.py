@@ -36,7 +36,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _move_kind(name: str, value: Any, sections: dict[str, Any], base: Mapping[str, Any]) -> bool:
-    """Set the kind that a flat key enables; return whether a part reads the key."""
+    """Set the kind that a flat key enables, and return whether a part reads the key."""
     place = MOVED[name]
     kind = kind_at(place.key, sections, base)
     kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
@@ -47,7 +47,7 @@ def _move_kind(name: str, value: Any, sections: dict[str, Any], base: Mapping[st
 
 
 def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping[str, Any]) -> bool:
-    """Set the setting or the table of a flat key; return whether a part reads the key."""
+    """Set the setting or the table of a flat key, and return whether a part reads the key."""
     place = MOVED[name]
     path = str(place)
     owner = place.key
@@ -67,7 +67,7 @@ def _move_setting(name: str, value: Any, sections: dict[str, Any], base: Mapping
 
 
 def preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section [model] of the preset of a recipe; empty: no preset, or an unknown one."""
+    """Return the section [model] of the preset of a recipe. It is empty without a preset, or for an unknown one."""
     model = tree.get("model")
     name = model.get("preset") if isinstance(model, dict) else ""
     if not isinstance(name, str) or not name:
@@ -79,7 +79,7 @@ def preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_site_method(sites: dict[str, Any]) -> bool:
-    """Set the method that flat keys of [sites] need, and the keys that it would change; return whether it was set."""
+    """Set the method for flat keys of [sites], and the keys that it would change, and return whether it was set."""
     method = sites.get("method", "mean")
     before = method.get(KIND) if isinstance(method, dict) else method
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
@@ -136,7 +136,7 @@ def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[s
 
 
 def kind_at(path: str, tree: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset or by default; "" without kinds, None without a table."""
+    """Return the kind of a part in a recipe, its preset or by default, "" without kinds, or None without a table."""
     section, _, key = path.partition(".")
     if not key:
         return ""
@@ -151,7 +151,7 @@ def kind_at(path: str, tree: Any, base: Any) -> str | None:
 
 
 def _is_read(path: str, tree: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
-    """Return whether the parts of a recipe read a key of `kinds`; empty: of the built-in kinds with the setting."""
+    """Return whether the parts of a recipe read a key of `kinds`, or if empty, of built-in kinds with the setting."""
     owner = path.rpartition(".")[0]
     if not owner.count("."):
         return True

@@ -78,7 +78,7 @@ def _word(name: str, text: str) -> str:
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value`, rewritten to the path of its table; several if the kind also changes.
+    """Return an override `section.key=value`, rewritten to the path of its table, or several if the kind also changes.
 
     Args:
         tree: the sections of the recipe to override, unchecked.

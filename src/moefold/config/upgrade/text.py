@@ -26,13 +26,13 @@ class _Statement(NamedTuple):
     """Lines of a statement of a file: a key with its value, or another single line."""
 
     name: str
-    """Path of a key, "section.key"; name of the section for a header; else empty."""
+    """Path of a key, "section.key", or the name of the section for a header, or empty."""
     lines: tuple[str, ...]
     is_header: bool = False
 
     @property
     def comment(self) -> str:
-        """Comment after the value of a key of one line; empty if there is none."""
+        """Comment after the value of a key of one line, or empty if there is none."""
         line = self.lines[0]
         marks = (match.start() for match in re.finditer("#", line))
         return next((line[start:] for start in marks if _is_whole([line[:start]])), "") if len(self.lines) == 1 else ""

@@ -183,7 +183,7 @@ def open_conversations(
 
 
 def read_conversations(records: Iterator[JsonlRecord], reward_column: str = "") -> Iterator[ConversationToRender]:
-    """Yield each record as one conversation; raise ConfigError if one has a weight that is not its reward."""
+    """Yield each record as one conversation, or raise ConfigError if one has a weight that is not its reward."""
     for record in records:
         refuse_row_weight(record.fields, record.location, reward_column)
         parsed = parse_conversation(record)

@@ -145,7 +145,7 @@ class Router(nn.Module):
             self._step_on_device.fill_(step)
 
     def forward(self, x_TH: Tensor, token_positions: TokenPositions) -> RoutingDecision:
-        """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
+        """Route tokens [T, H], communicating over `token_positions.group` where the choice needs the whole micro-batch.
 
         `override` may record or replace the chosen experts, and then the fused kernel does not run. `parallelize` sets
         `kernels`, which has a router kernel if it supports this router.

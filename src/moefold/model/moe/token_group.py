@@ -145,7 +145,7 @@ class ShardedMicroBatch(MicroBatchGroup):
     Args:
         stage: dp x cp x tp, the ranks of the pipeline stage.
         tp: tp, between whose ranks sequence parallelism divides the positions of a cp rank.
-        positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; over all ranks: 0 .. S-1.
+        positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)], over all ranks 0 .. S-1.
     """
 
     def __init__(self, group: Group, stage: Group, tp: Group, positions: Tensor) -> None:

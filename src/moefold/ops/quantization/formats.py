@@ -57,8 +57,8 @@ def scale_blocks(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -
     """Divide x by the scales of its blocks [block_rows, block_size], ready to be rounded to the format.
 
     Returns:
-        (values [M/rows, rows, K/block, block], zero-padded; scales [M/rows, 1, K/block, 1]), in float32, or float64 for
-        float64.
+        (values [M/rows, rows, K/block, block], zero-padded, and scales [M/rows, 1, K/block, 1]), in float32, or float64
+        for float64.
     """
     x_fp32 = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
     padding = (0, -x_fp32.shape[1] % quant_format.block_size, 0, -x_fp32.shape[0] % block_rows)

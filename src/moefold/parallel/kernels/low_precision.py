@@ -59,7 +59,7 @@ def low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotune
 
 
 def select_fp8_linear(expert_ops: "Fp8ExpertOps", device: torch.device, dtype: torch.dtype) -> tuple["Fp8Linear", str]:
-    """Select cuBLAS for dense layers on Hopper, where it is faster, if it agrees with the emulation; with a message."""
+    """Select cuBLAS for dense layers on Hopper, where it is faster, if it agrees with the emulation, with a message."""
     from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
     from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
 

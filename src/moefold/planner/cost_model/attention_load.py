@@ -91,9 +91,9 @@ def exchange_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that are sent forward and backward.
 
-    Forward: queries to their hosts and outputs back, and keys and values. Backward: queries, outputs and gradients of
-    the outputs to the hosts, the gradients of the queries back; keys and values again, and their gradients back, in the
-    precision of sums.
+    Forward, queries go to their hosts and outputs back, and keys and values are sent. Backward, queries, outputs and
+    gradients of the outputs go to the hosts, and the gradients of the queries back. Keys and values are sent again, and
+    their gradients back, in the precision of sums.
 
     Args:
         query_rows: rows of queries that are sent, each to one host.

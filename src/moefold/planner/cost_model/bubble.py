@@ -16,11 +16,11 @@ def bubble_s(
     """Return the idle seconds of a rank in one step: the seconds of the step beyond the rank's work.
 
     Args:
-        forward_s: one micro-batch forward through all chunks of one rank; like the other times a number or an array.
+        forward_s: one micro-batch forward through all chunks of one rank. All times are numbers or arrays.
         backward_s: the same backward, weight gradients included.
         wgrad_s: the weight-gradient part of `backward_s`.
         num_micro_batches: micro-batches of a step. With fewer than pp, no schedule keeps all ranks busy.
-        schedule: as in a recipe; "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
+        schedule: as in a recipe. "1f1b" with vpp of 2 or more is the interleaved form (arXiv:2104.04473).
     """
     if pp == 1:
         return 0.0

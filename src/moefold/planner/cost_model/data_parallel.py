@@ -125,7 +125,7 @@ A prefetch of one layer does not hide a gather that is longer than the layer bef
 
 COPY_BYTES = (4, 8)
 """Memory traffic of FSDP2 for each gathered parameter (copied out of the flat buffer) and each reduced gradient (cast
-and copied into one); Megatron's buffers need no copies."""
+and copied into one). Megatron's buffers need no copies."""
 
 GRADIENT_BYTES = 4
 """Type in which gradients are reduced: float32, or float64 if that is the compute type."""

@@ -1,4 +1,4 @@
-"""GEMM cost model from the shape: tiles, waves, depth and bytes; and the precisions that a device supports.
+"""GEMM cost model from the shape: tiles, waves, depth and bytes, and the precisions that a device supports.
 
 The planner's names of the precisions differ from the names in a recipe (`RECIPE_NAMES`).
 """

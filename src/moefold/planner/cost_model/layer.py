@@ -204,7 +204,7 @@ class BlockTime:
     host_syncs: float = 0.0
     """Number of forward device-to-host syncs. The host launches nothing ahead during one."""
     recompute: tuple[tuple[str, Any], ...] = ()
-    """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
+    """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other.
     `moe` contains expert_activation and shared_experts, `layer` everything."""
 
     @cached_property
@@ -739,8 +739,8 @@ class _MoECost(_BlockCost):
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
         Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them. A rank
-        with one expert, or with all of them, has nothing to sort (`AllToAllMetadata.expert_order`; Megatron-Core does
-        the same). DeepEP, HybridEP and moefold have fused kernels, Megatron's all-to-all separate ones.
+        with one expert, or with all of them, has nothing to sort (`AllToAllMetadata.expert_order`, as in
+        Megatron-Core). DeepEP, HybridEP and moefold have fused kernels, Megatron's all-to-all separate ones.
         """
         passes = 1.0
         if self.fuses_experts:

@@ -276,7 +276,7 @@ class CostModel:
     def model_s(self, mapping: ParallelMapping, strategies: MemoryStrategies | None = None) -> Any:
         """Return the seconds of all layers, the head and the loss for one micro-batch, forward and backward.
 
-        Without strategies it is a number, and nothing is recomputed or offloaded; else [strategies].
+        Without strategies it is a number, and nothing is recomputed or offloaded. With them it is [strategies].
         """
         total: Any = sum(self.head_and_loss_s(mapping))
         for kind, count in enumerate(self.kind_counts):
@@ -365,7 +365,7 @@ class CostModel:
 
     @cached_property
     def lower_bounds(self) -> "CostModel":
-        """A cost model with a lower bound for the attention of documents, without plans of rounds; or this model."""
+        """A cost model with a lower bound for the attention of documents, without plans of rounds, or this model."""
         w = self.workload
         if w.attention is None:
             return self
@@ -507,7 +507,7 @@ def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds
 
 @lru_cache(maxsize=256)
 def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
-    """Return for each part whether each set recomputes it, 1 or 0; 0 too if a larger part of the set contains it."""
+    """Return for each part whether each set recomputes it, 1 or 0, and 0 if a larger part of the set contains it."""
     return {
         part: np.array([float(part in parts and not containing_part(part, parts)) for parts in sets])
         for part in recompute_parts()

@@ -115,7 +115,7 @@ class TrainingWorkload:
     overlaps_tp_comm: bool = False
     """True if the tensor-parallel all-gathers and reduce-scatters overlap with their GEMMs in chunks."""
     reduce_bytes: float = 4.0
-    """Bytes of each gradient that ZeRO-3 reduces; 2 for bfloat16."""
+    """Bytes of each gradient that ZeRO-3 reduces, 2 for bfloat16."""
     runs_mtp: bool = True
     """True if MTP layers run, where the model has them."""
     attention: "DocumentLoads | None" = None

@@ -116,7 +116,7 @@ class DocumentLoads:
         return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
     def sets(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> MicroBatchSetLoads:
-        """Plan the micro-batch sets of a mapping with some consecutive ranks of dp x cp in a node, 0: all; cached."""
+        """Plan the micro-batch sets of a mapping with some consecutive ranks of dp x cp in a node (0: all), cached."""
         shape = MicroBatchSetShape(dp=dp, cp=cp, micro_batch_size=mbs, seq_len=self.seq_len)
         in_node = ranks_per_node if self._depends_on_nodes(cp, dp, ranks_per_node) else 0
         return self._loads_of(shape, window, in_node, self.strategy)
@@ -176,7 +176,7 @@ class DocumentLoads:
         return [samples[first : first + size] for first in range(0, len(samples), size)]
 
     def _placement(self, shape: MicroBatchSetShape, plan: MicroBatchSetPlan) -> Placement:
-        """Return the placement of the sets of a shape; "balanced", which takes longest, is kept."""
+        """Return the placement of the sets of a shape. "balanced", which takes longest, is kept."""
         if plan.placement != BALANCED:
             return place_sets(self._sets(shape), shape, plan)
         if shape not in self._balanced:

@@ -158,7 +158,7 @@ class ActivationMemoryTable:
         return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables; not the tokens of a micro-batch where the bytes follow them."""
+        """Return the cache key of the tables, without the tokens of a micro-batch where the bytes follow them."""
         dispatcher = _like_in_memory(mapping.dispatcher)
         # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts

@@ -32,9 +32,9 @@ OVERHEAD_GIB = 3.0
 REPORTED_ACTIVATIONS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
 """Parts of the activations that are reported separately. The others are "activations"."""
 MEMORY_PARTS = (*STATE_PARTS, "activations", *REPORTED_ACTIVATIONS.values(), "workspace")
-"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device,
-and the excess of prefetched moments over the activations of the peak; `buffers` are of the router, RoPE and the
-dispatcher; `dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
+"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type. `optimizer` has the moments on the device,
+and the excess of prefetched moments over the activations of the peak. `buffers` are of the router, RoPE and the
+dispatcher. `dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

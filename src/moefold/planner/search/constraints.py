@@ -88,7 +88,7 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
     "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp", "dispatcher")),
 }
 """Values that rules derive from several axes: the function, and the axes. tp*cp*pp stands for dp, as the world size is
-the same for all mappings; `step` are the samples of a micro-batch on all replicas."""
+the same for all mappings. `step` are the samples of a micro-batch on all replicas."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[Problem]:

@@ -47,7 +47,7 @@ class DocumentSearch:
         return [Search(own[0].cost_model, own[0].memory, variants=own) for own in groups]
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
-        """See `Search.find`; a search looks only for mappings that may beat the best so far."""
+        """Find as `Search.find` does, but look only for mappings that may beat the best so far."""
         best: list[list[PlannedMapping]] = [[] for _ in targets]
         for search in self.joint_searches:
             found = search.find(list(map(_limited, targets, best)))
@@ -72,7 +72,7 @@ class DocumentSearch:
         return max((search.gap for search in self.joint_searches), default=0.0)
 
     def _best_of_folds(self, plans: Sequence[PlannedMapping]) -> list[PlannedMapping]:
-        """Return the best plan of each fold, best first; of equal ones, the one whose strategy is first."""
+        """Return the best plan of each fold, best first, and of equal ones the one whose strategy is first."""
         order: list[ContextPart | None] = [*self.searches]
         best: dict[Fold, PlannedMapping] = {}
         for plan in sorted(plans, key=lambda plan: (plan.sort_key, order.index(plan.attention))):

@@ -121,7 +121,7 @@ class MemoryFilter:
 
     @cached_property
     def any_fits(self) -> bool:
-        """True if some mapping fits, whatever its pipeline; none does without legal strategies and placements."""
+        """True if some mapping fits, whatever its pipeline. None does without legal strategies and placements."""
         if not (self.space.strategies and self.placements):
             return False
         if self.fits_frugally or not self.min_share_fits:
@@ -153,7 +153,7 @@ class MemoryFilter:
 
     @cached_property
     def frugal_strategies(self) -> MemoryStrategies:
-        """The memory strategies that recompute whole layers, which save least; all if these are not legal."""
+        """The memory strategies that recompute whole layers, which save least, or all if these are not legal."""
         strategies = self.space.strategies
         return MemoryStrategies(one for one in strategies if "layer" in one[0]) or strategies
 

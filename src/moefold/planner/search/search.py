@@ -111,7 +111,7 @@ class _Node(NamedTuple):
     pair: int
     """Number of the fold with its micro-batch size, as in `_PairBounds`."""
     variant: int = -1
-    """Index in `Search.variants`; -1: none is chosen yet."""
+    """Index in `Search.variants`, or -1 if none is chosen yet."""
     passes_s: float = -1.0
     """Seconds of a step's micro-batches with the fastest pipeline. -1: not computed yet."""
     has_memory: bool = False
@@ -185,7 +185,7 @@ class Search:
     """Search of the best mappings of a space.
 
     Args:
-        attention: way to share the attention of documents, for display; None: as the recipe says.
+        attention: way to share the attention of documents, for display, or None for the way of the recipe.
         variants: searches of the same folds, micro-batch sizes and dispatchers whose cost models have this search's
             lower bounds. Each mapping is priced by all of them. Empty: only by this search.
     """
@@ -229,7 +229,7 @@ class Search:
         return (_Node(float(bounds[pair]), pair) for pair in np.argsort(bounds, kind="stable").tolist())
 
     def _search_pass(self, pairs: Iterator["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
-        """Search pairs for the best mappings of targets; return the pairs outside the beam. Both have sorted bounds."""
+        """Search pairs for the best mappings of targets. Return the pairs outside the beam. Both have sorted bounds."""
         skipped = []
         taken = Counter[int]()
         refined: list[_Node] = []

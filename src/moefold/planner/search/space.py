@@ -1,6 +1,6 @@
 """Space of all legal mappings of a recipe over a number of ranks, level by level.
 
-A mapping is a fold (tp cp pp ep etp; dp and edp follow), a micro-batch size, a schedule with its virtual stages, a
+A mapping is a fold (tp cp pp ep etp, which give dp and edp), a micro-batch size, a schedule with its virtual stages, a
 dispatcher and overlap of the expert all-to-all. It also has a ZeRO stage, the placement of the optimizer's moments, and
 the parts to recompute or offload. The runtime's rules on each level read that level and those above it, so the legal
 mappings are the sum over folds and micro-batch sizes of products of short lists. Counting and search use this

@@ -91,10 +91,10 @@ def simulate(
     Args:
         rows: the slots of every pipeline rank, of `schedule_rows`.
         stages: segments of the stages, in model order.
-        overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
+        overlap: whether the two actions of a slot run concurrently instead of one after the other.
         noise: stragglers and jitter. None: an ideal machine.
         tail: the end of the step. None leaves it out.
-        stages_by_micro_batch: like `stages`, for each micro-batch, if micro-batches differ; the last is followed by the
+        stages_by_micro_batch: like `stages`, for each micro-batch, if micro-batches differ. The last is followed by the
             first.
 
     Raises:
