@@ -183,9 +183,9 @@ def _states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: a field has another type.
     """
-    flat = {name: value for name, value in fields.items() if value is not None}
     from moefold.config.upgrade.recipe import upgraded_keys
 
+    flat = {name: value for name, value in fields.items() if value is not None}
     states = {name: {key: flat.pop(key) for key in keys if key in flat} for name, keys in _FORMER_STATES.items()}
     states |= {name: flat.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in flat}
     for name in ("guard", "schedule"):
