@@ -124,7 +124,10 @@ def test_an_empty_field_leaves_out_nothing():
     assert read({"prompt": "a", "response": "b", "history": [], "images": [], "image": None}).messages
 
 
-@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.5}, {"train": False}, {"trainable": False}])
+@pytest.mark.parametrize(
+    "field",
+    [{"weight": 0}, {"weight": 0.5}, {"train": False}, {"trainable": False}, {"weight": "0.5"}, {"train": "false"}],
+)
 def test_a_weight_of_a_row_is_refused_unless_it_is_the_reward(field: dict):
     """It was ignored: only messages have weights."""
     (name,) = field

@@ -145,11 +145,23 @@ def refuse_unread(fields: dict[str, Any], location: str, names: Sequence[str] = 
         )
 
 
+def _read_number(text: str) -> float | None:
+    """Return the number or boolean that a text spells, or None if it spells neither."""
+    word = text.strip().lower()
+    if word in ("true", "false"):
+        return float(word == "true")
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def refuse_row_weight(fields: dict[str, Any], location: str, reward_column: str = "") -> None:
     """Raise ConfigError if a row has a weight other than 1, or is not to be trained: only messages have weights."""
     for name in _ROW_WEIGHTS:
         value = fields.get(name)
-        if isinstance(value, bool | int | float) and value != 1 and name != reward_column:
+        number = _read_number(value) if isinstance(value, str) else value
+        if isinstance(number, bool | int | float) and number != 1 and name != reward_column:
             raise ConfigError(
                 f'{location} has "{name}": {value!r}, which is not read, so that the row would count like any other; '
                 'put "weight": 0 into the answers that are not trained, or remove the row or the field'
