@@ -16,8 +16,9 @@ PY ?= $(BIN)/python
 UNIT := not parity and not e2e and not slow and not gpu
 FAST := not slow and not gpu
 CORE := mapping-of-8-ranks or rank-order or pipeline-layout or model- or dropping-dispatcher
-# Number of test files that run at the same time: make test JOBS=1
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+# Number of test files that run at the same time: make test JOBS=1. Tests wait for processes that they start, so that
+# one file more than the machine has cores keeps the cores busy.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # One thread per process: the tests start many ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Whole files, in the order of tests/conftest.py.
