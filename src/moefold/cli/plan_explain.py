@@ -39,7 +39,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **axes}, args.method))
 
     planner = Planner(request)
-    if not planner.space.folds:
+    if not planner.space.num_folds:
         reason = explain_illegal(planner.space.constraints, request.restriction)
         print_escaped(json.dumps({"legal": False, "reason": reason}) if args.json else f"illegal: {reason}")
         report_unwritten(args, "the mapping is illegal")

@@ -52,7 +52,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
         # Fewer devices may divide a model and batch that all of them do not.
         counts = list(range(machine.num_ranks, 0, -1))
     planners = (Planner(_plan_request(base, num_ranks, machine, fixed)) for num_ranks in counts)
-    legal = next((planner for planner in planners if planner.space.folds), None)
+    legal = next((planner for planner in planners if planner.space.num_folds), None)
     # If nothing is legal, the error explains it for all devices.
     planner = legal or Planner(_plan_request(base, counts[0], machine, fixed))
     best = planner.best()

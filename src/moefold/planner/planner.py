@@ -219,7 +219,7 @@ class Planner:
         others = [
             n
             for n in _nearby_gpu_counts(q.num_gpus)
-            if MappingSpace(MappingConstraints(q.with_num_gpus(n).base_config), q.restriction).folds
+            if MappingSpace(MappingConstraints(q.with_num_gpus(n).base_config), q.restriction).num_folds
         ]
         options = [f"{n} GPUs" for n in others[:3]]
         options += ["fewer fixed axes"] if fixed else []
