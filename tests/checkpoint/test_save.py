@@ -199,6 +199,15 @@ class _Runs:
         return os.system, (self._command,)
 
 
+def _error_of_sealed(pool, path: Path, trace: Path) -> str:
+    """Return the one-line error of loading a strange checkpoint with right hashes, which leaves no trace of a run."""
+    seal(path)
+    (error,) = pool.run(1, load_error, recipe(path.parents[1]))
+    assert "\n" not in error
+    assert not trace.exists()
+    return error
+
+
 @pytest.mark.parametrize("kind", ["runs", "other class", "nonsense", "empty"])
 def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
     pool.run(1, _save, recipe(tmp_path), [1])
@@ -211,11 +220,7 @@ def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
         "empty": b"",
     }
     (path / ".metadata").write_bytes(content[kind])
-    seal(path)
-    (error,) = pool.run(1, load_error, recipe(tmp_path))
-    assert "cannot be read: .metadata is not an index of a checkpoint" in error
-    assert "\n" not in error
-    assert not trace.exists()
+    assert "cannot be read: .metadata is not an index of a checkpoint" in _error_of_sealed(pool, path, trace)
 
 
 def test_a_strange_tensor_file_runs_nothing(pool, tmp_path):
@@ -224,11 +229,7 @@ def test_a_strange_tensor_file_runs_nothing(pool, tmp_path):
     trace = tmp_path / "it-ran"
     size = (path / "__0_0.distcp").stat().st_size
     (path / "__0_0.distcp").write_bytes(pickle.dumps(_Runs(f"touch {trace}")).ljust(size, b"\0"))
-    seal(path)
-    (error,) = pool.run(1, load_error, recipe(tmp_path))
-    assert "cannot be read: " in error
-    assert "\n" not in error
-    assert not trace.exists()
+    assert "cannot be read: " in _error_of_sealed(pool, path, trace)
 
 
 def test_an_index_cannot_lead_out_of_its_folder(pool, tmp_path):
