@@ -1,4 +1,4 @@
-"""The house: no circle of imports, no import of a higher floor, no torch in the rooms that must do without."""
+"""Test the floors: no circular import, no import of a higher floor, and no torch in the folders without torch."""
 
 import re
 

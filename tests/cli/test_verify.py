@@ -1,4 +1,4 @@
-"""`moefold verify`: the verdict, its output, and its exit status. The ranks are real, the faults put in by hand."""
+"""Test the verdict, the output and the exit status of `moefold verify`, with real ranks and injected faults."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The loss by chunks of tokens is the loss, its gradients are the gradients, and no logits are kept for them."""
+"""Test that the loss by chunks has the same value and gradients as the loss, and keeps no logits."""
 
 import pytest
 import torch

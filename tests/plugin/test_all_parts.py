@@ -1,4 +1,4 @@
-"""All parts of the package together: trained in all kinds of ranks, saved, resumed, used, planned and judged."""
+"""Test all parts of the package together: trained in all kinds of ranks, saved, resumed, planned and verified."""
 
 import json
 import pickle

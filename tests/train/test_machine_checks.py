@@ -1,4 +1,4 @@
-"""What a run needs of its machine (folders, data, packages, memory) is checked before ranks start."""
+"""Test that folders, data, packages and memory are checked before ranks start."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""The layer on one rank equals the textbook, with dropping, shared expert, losses and counters."""
+"""Test that the layer on one rank equals the textbook, with dropping, a shared expert, losses and counters."""
 
 import math
 from dataclasses import replace
