@@ -29,26 +29,44 @@ YARDSTICK_ROWS = {"copy": "copy", "gemm": "bfloat16 GEMM"}
 HOW_TO_RUN = """\
 # Running on a GPU
 
-`make gpu` on a machine with an NVIDIA GPU checks every CUDA path against float64 or plain operations, and times it. It
-needs at most 10 minutes a call, goes on where the last call stopped, and ends with a table of what passed.
+If you have a machine with an NVIDIA GPU, one command checks every CUDA path of moefold there, and times it. You get a
+table of what passed, and the rates that make plans for your GPU more exact.
 
 {status}
 
-## How to run
 ```
 make gpu                            # with .venv: the stages below, at most 10 minutes a call
 make gpu READY= PY=python3          # without .venv, with any Python that has the packages
+```
+
+**The idea.** A GPU is often lent for minutes only. The work is therefore cut into [stages](#stages), the most useful
+first. Each is a child process with a time limit, which compares results with float64 or plain operations and writes
+them to a file. A stage that does not fit into the rest of the call is skipped, and the next call goes on there. The
+stage `shared` needs two GPUs.
+
+## How to run
+```
 make gpu READY= PY=python3 ARGS="--budget 430 --out OUT"    # less time, results elsewhere
 make gpu READY= PY=python3 ARGS="--device cpu --tiny"    # a rehearsal without a GPU
 make bench-gpu READY= PY=python3    # two large shapes next to other implementations, one call
 make bench-gpu-sweep                # every large shape, call after call
 ```
-**Stages.** Each [stage](#stages) is a child process with a time limit; the most useful stages come first. A stage that
-does not fit into the rest of the call is skipped, and the next call runs it. The stage `shared` needs two GPUs.
+`ARGS` has more options: `python3 -m benchmarks.gpu_half_hour --help`.
+
+| exit status | meaning |
+| --- | --- |
+| 0 | all stages have results |
+| 1 | a stage failed or reached its limit; `--stages NAME --again` runs it again |
+| 2 | nothing could run: no CUDA device, a missing package, a rehearsal's results |
+| 3 | stages remain: call again |
+
+`make` prints the status as `Error 3` and itself exits with 2.
 
 **Results.** `runs/gpu/results.json` (a rehearsal: `runs/gpu-rehearsal`) has all rows and the end of each log, and
 `logs.tgz` the files that the stages wrote. Both are written after each stage, and rows every 5 seconds.
 `python -m benchmarks.gpu_report RESULTS.json --write` fills the tables of this page.
+
+{packages}
 
 **A machine for 15 minutes.** The start takes about 100 s. Then run a call with `--budget 430`, which does `env` to
 `attention`, and one with `--budget 345`, which goes on to `constants`. To go on with another machine, give it the file:
@@ -63,21 +81,8 @@ on every machine.
 env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table --cache DIR --capability 90
 make gpu ARGS="--kernels DIR/ARCHIVE.tar.xz"
 ```
-The first command packs the compiled kernels of every launch, and proves in another folder that each is found again. The
-keys are equal where Triton and Python are the same. Kernels of another Triton, or for another card, are named and
-compiled again. The results say how many were compiled in addition.
-
-| exit status | meaning |
-| --- | --- |
-| 0 | all stages have results |
-| 1 | a stage failed or reached its limit; `--stages NAME --again` runs it again |
-| 2 | nothing could run: no CUDA device, a missing package, a rehearsal's results |
-| 3 | stages remain: call again |
-
-`make` prints the status as `Error 3` and itself exits with 2. `ARGS` has more options:
-`python3 -m benchmarks.gpu_half_hour --help`.
-
-{packages}
+The first command packs the compiled kernels of every launch. The keys are equal where Triton and Python are the same.
+Kernels of another Triton, or for another card, are named and compiled again, and the results say how many.
 
 **Without a network.** On another machine, for the Python and the platform of the machine with the GPU:
 ```
@@ -90,9 +95,8 @@ python3 -m pip install --no-index --no-deps --target site wheels/*.whl
 PYTHONPATH=site make gpu READY= PY=python3
 ```
 
-`pytest -m gpu` runs the tests alone. The stage `tests` runs them without the slow ones, 12 processes at a time: 440
-tests of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 8 s. Every rendezvous uses a free
-port.
+**Tests alone.** `pytest -m gpu` runs them. The stage `tests` leaves out the slow ones, and has 12 processes: 440 tests
+of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 8 s.
 """
 PACKAGES_TEXT = (
     "**Packages.** moefold itself need not be installed: the stages take it from `src`. Every stage needs {libraries}, "

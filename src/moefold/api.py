@@ -49,7 +49,7 @@ def plan(
     Args:
         model: a preset, a recipe (.toml), or the config.json (or folder) of a Hugging Face model.
         gpu: name of a device such as "h100", or a .toml file.
-        num_gpus: total number of GPUs. None: the recipe's, like `seq_len` and `global_batch_size`.
+        num_gpus: total number of GPUs. None means the recipe's, like `seq_len` and `global_batch_size`.
         seq_len: tokens per sample.
         global_batch_size: samples per step.
         fix: values of axes. Only mappings with them are searched, such as {"tp": 2, "ep": 8}.
@@ -117,8 +117,8 @@ def train_model(
     Args:
         recipe: a TOML file, or the result of `load_recipe` or `load_config`.
         overrides: strings `section.key=value`, for a file.
-        loss: the loss to minimise. None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
-            the columns of a batch that it reads.
+        loss: the loss to minimise. None means the recipe's loss. With reinforcement learning it has an attribute
+            `columns`, the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop. Started ranks work on copies of all three, which must be picklable for
             GPU ranks. A program for GPUs guards the call with `if __name__ == "__main__"`.

@@ -48,9 +48,9 @@ class HubName:
     """ORG/NAME, or only NAME for some old repositories."""
     kind: HubKind
     revision: str | None
-    """Branch, tag or commit. None: the default branch."""
+    """Branch, tag or commit. None means the default branch."""
     path: str
-    """File or folder inside the repository. Empty: the whole repository."""
+    """File or folder inside the repository. Empty means the whole repository."""
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
@@ -127,7 +127,7 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     Args:
         url: the name, see `parse_hub_url`.
         kind: kind of a name without "datasets/".
-        patterns: files to download. Empty: all except `UNUSED_FILES` for a model, all for a data set.
+        patterns: files to download. Empty means all except `UNUSED_FILES` for a model, all for a data set.
 
     Raises:
         ConfigError: the package is missing, or the repository, revision or path does not exist, needs permission, or
@@ -193,7 +193,7 @@ def push_folder(
     Args:
         repo: ORG/NAME.
         public: whether everyone may read the repository.
-        revision: branch to commit to, created if it does not exist. Empty: the default branch.
+        revision: branch to commit to, created if it does not exist. Empty means the default branch.
         overwrites_card: replace a different README.md of the repository, which a user may have edited.
 
     Raises:

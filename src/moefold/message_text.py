@@ -57,7 +57,7 @@ class Setting:
     key: str
     """Recipe key, as "section.key", or an option of a command."""
     value: Any = None
-    """Value. None: not shown."""
+    """Value. None means not shown."""
 
     def __format__(self, spec: str) -> str:
         """Return `key=value`, or the option or argument that `spelled_as` names for the key, with its value."""
@@ -104,7 +104,7 @@ class Problem:
     key: str
     """Recipe key, as "section.key", or an option, or empty for a message that is in `rule`."""
     value: Any
-    """Value of the key. None: not shown."""
+    """Value of the key. None means not shown."""
     rule: str
     """Rule on the value, or its incompatibility. It follows key and value in the message."""
     way_out: str = ""

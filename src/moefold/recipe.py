@@ -255,7 +255,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     config does not record which keys were set explicitly.
 
     Args:
-        path: a TOML file. None: the defaults.
+        path: a TOML file. None means the defaults.
         overrides: strings `section.key=value`. The value is TOML, and text needs no quotes.
 
     Raises:

@@ -405,7 +405,7 @@ class _TranslatedFile(RawIOBase):
         return int(self._opened.seek(offset, whence))
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position in the file, in bytes."""
         return int(self._opened.tell())
 
     def readinto(self, buffer: Any) -> int:

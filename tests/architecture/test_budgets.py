@@ -1,4 +1,4 @@
-"""No file, function, signature or class exceeds its budget, and the counters find one that does."""
+"""Test that no file, function, signature or class exceeds its budget, and that the counters find one that does."""
 
 import ast
 import textwrap

@@ -1,4 +1,4 @@
-"""The house: no circle of imports, no import of a higher floor, no torch in the rooms that must do without."""
+"""Test the floors: no circular import, no import of a higher floor, and no torch in the folders without torch."""
 
 import re
 
@@ -18,7 +18,7 @@ def _is_of_its_own_folder(one):
     return name == "part" and folder.startswith("parts.") and one.imported.startswith(f"{folder}.")
 
 
-def test_no_import_of_a_higher_floor():
+def test_no_module_imports_a_higher_floor():
     assert [str(one) for one in imports.upward(imports.imports(SOURCE))] == []
 
 

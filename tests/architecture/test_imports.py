@@ -1,4 +1,4 @@
-"""Folders import lower floors only, torch-free ones no torch, and modules have no state; each rule finds a fault."""
+"""Test that folders import lower floors only, that some import no torch, and that modules have no state."""
 
 import ast
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_cells_of_tables_are_short():
     assert [found for page in pages for found in prose.long_cells(page)] == []
 
 
-def test_one_binding_a_line():
+def test_few_lines_bind_several_names():
     found = [line for path in CODE for line in prose.packed_assignments(path)]
     assert len(found) <= prose.MAX_PACKED_ASSIGNMENTS, found
 

@@ -1,4 +1,4 @@
-"""The documents benchmark: its samples, its recipes, the bytes that it counts, and a run of two ranks."""
+"""Test the documents benchmark: its samples, its recipes, the bytes that it counts, and a run of two ranks."""
 
 import json
 

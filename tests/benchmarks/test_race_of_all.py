@@ -1,4 +1,4 @@
-"""The race of all parts: ratios, missing and failed parts, other work, and going on from a file."""
+"""Test the race of all parts: ratios, parts that are missing or fail, other load, and going on from a file."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: live and exported, wide and narrow, light and dark, by keyboard."""
+"""Test the board in a headless Chromium: served and exported, wide and narrow, light and dark, by keyboard."""
 
 import json
 import math

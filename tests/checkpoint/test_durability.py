@@ -1,4 +1,4 @@
-"""A checkpoint gets its name after its files are on the disk, and the name is on the disk before the save returns."""
+"""Test that a checkpoint gets its name after its files are on the disk, and before the save returns."""
 
 import os
 from dataclasses import replace

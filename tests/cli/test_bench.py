@@ -50,7 +50,7 @@ def test_a_bench_of_the_small_shape_reports_its_times(capfd, tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_large_shape_cut_down(capfd):
+def test_a_large_shape_is_measured_with_fewer_experts(capfd):
     words = ["--shape", "qwen3-30b-a3b-layer", "--tokens", "16", "--experts", "8", "--steps", "1", "--threads", "1"]
     assert main(["bench", *words, "--dtype", "float32", "--json", "-"]) == 0
     found = json.loads(capfd.readouterr().out)

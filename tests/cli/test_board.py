@@ -55,7 +55,7 @@ def test_a_missing_package_is_one_message(tmp_path, capsys, monkeypatch):
     )
 
 
-def test_an_export_by_command(tmp_path, capsys):
+def test_the_command_exports_a_board(tmp_path, capsys):
     write_run(tmp_path / "run", 2)
     assert main(["board", str(tmp_path / "run"), "--export", str(tmp_path / "board")]) == 0
     assert capsys.readouterr().out == f"wrote 1 run; open {tmp_path}/board/index.html in a browser\n"

@@ -1,4 +1,4 @@
-"""The completion scripts: bash's is called as bash calls it. Every other shell, where it exists, reads its script."""
+"""Test the completion scripts: bash completes words with its own, and each installed shell reads its script."""
 
 import os
 import shutil

@@ -58,7 +58,7 @@ def test_without_unicode_and_colour(tmp_path):
     assert f"    expert 3  {'=' * 15}{'x' * 15}\n" in text
 
 
-def test_a_narrow_terminal(tmp_path):
+def test_a_narrow_terminal_shortens_the_output(tmp_path):
     assert max(map(len, _text(write_unbalanced_run(tmp_path), width=40).splitlines())) <= 80
 
 
@@ -78,7 +78,7 @@ def test_without_expert_counts_no_expert_is_named(tmp_path):
     assert "which experts: not recorded; set metrics.expert_counts_every=1" in text
 
 
-def test_a_run_of_one_step(tmp_path):
+def test_a_run_of_one_step_is_shown(tmp_path):
     assert "steps 1 to 1, 1 recorded" in _text(write_unbalanced_run(tmp_path, steps=1))
     save_picture(read_balance(tmp_path), tmp_path / "one.png")
 

@@ -86,7 +86,7 @@ def test_plan_chooses_how_attention_is_shared(recipe, tmp_path, capsys):
     assert "rank:" in out
 
 
-def test_the_data_of_a_run(recipe, tmp_path, capsys):
+def test_lengths_of_a_runs_data_are_printed(recipe, tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("word " * 3000)

@@ -1,4 +1,4 @@
-"""The entry of all commands: help, unknown commands, exit status, and what an import costs."""
+"""Test the entry point of all commands: help, unknown commands, exit status, and the cost of its imports."""
 
 import importlib
 import os

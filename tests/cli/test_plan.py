@@ -1,4 +1,4 @@
-"""`moefold plan` prints, explains, traces and writes the mappings of the planner, or says why none is legal."""
+"""Test that `moefold plan` prints, explains, traces and writes mappings, or says why none is legal."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`moefold verify`: the verdict, its output, and its exit status. The ranks are real, the faults put in by hand."""
+"""Test the verdict, the output and the exit status of `moefold verify`, with real ranks and injected faults."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_many_differences_are_counted_and_weights_come_before_numbers(runner, ca
     assert sum(line.startswith("   1.0e-02  weights ") for line in lines) == 10
 
 
-def test_a_recipe_of_the_project_shrunk(capsys):
+def test_a_shrunk_recipe_of_the_project_is_verified(capsys):
     assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", "parallel.world_size=4", "parallel.pp=1"]) == 0
     assert "equal: all " in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Random models of every family: logits, gradients and ten steps of AdamW are as in transformers, on any mapping."""
+"""Test random models of every family on any mapping: logits, gradients and ten AdamW steps as in transformers."""
 
 from functools import cache
 from pathlib import Path

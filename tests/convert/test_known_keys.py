@@ -1,4 +1,4 @@
-"""Keys of other people's JSON files: read, constant, ignored by name, or refused. No weights, no torch."""
+"""Test the keys of other libraries' JSON files: each is read, constant, ignored by name, or refused."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Weighted means of checkpoints: the numbers, any mapping, refusals, and the commands that accept the result."""
+"""Test weighted means of checkpoints: the numbers, any mapping, refusals, and commands that read the result."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Model card and generation settings of an export: facts of the run, the same each time, and no path."""
+"""Test the model card and generation settings of an export: facts of the run, reproducible, without paths."""
 
 import json
 from pathlib import Path

@@ -146,7 +146,7 @@ def test_a_consolidated_file_next_to_the_weights_is_not_read(tmp_path):
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
 
 
-def test_index_config_and_metadata_come_back_whatever_wrote_them(tmp_path):
+def test_index_config_and_metadata_are_the_same_after_a_round_trip(tmp_path):
     """As other tools write them: fewer sizes, other spaces, a type that the tensors do not have, words of their own."""
     folder = folder_of(tmp_path, "qwen2-moe", shard="30KB", dtype=torch.bfloat16)
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

@@ -1,4 +1,4 @@
-"""The table of parameters equals the real model: names, shapes, order; and its shard dims and groups by hand."""
+"""Test that the table of parameters equals the real model, and its shard dims and groups by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bytes of weights and optimizer state by formula equal the real sharded model's, on any rank, to the byte."""
+"""Test that the formula of weights and optimizer state equals the sharded model to the byte, on any rank."""
 
 import math
 from dataclasses import replace

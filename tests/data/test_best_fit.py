@@ -1,4 +1,4 @@
-"""Best-fit packing of a stream: whole documents, every target once, one packing for all ranks, bounded windows."""
+"""Test best-fit packing of a stream: whole documents, every target once, one packing for all ranks."""
 
 import random
 from pathlib import Path

@@ -68,7 +68,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str):
     assert str(path) in str(error.value)
 
 
-def test_a_cut_gzip_file(tmp_path: Path):
+def test_a_gzip_file_that_is_cut_is_refused(tmp_path: Path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-10])
     with pytest.raises(ConfigError, match="not a complete gzip file"):

@@ -1,4 +1,4 @@
-"""Files of every kind, under names that a pattern, a URL or a chain of file systems would take for other files."""
+"""Test files whose names look like a pattern, a URL or a chain of file systems."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The trace on the disk: it is read as it was written, and a trace that cannot be replayed is refused with a reason."""
+"""Test that a routing trace is read as it was written, and refused with a reason if it cannot be replayed."""
 
 import json
 import os

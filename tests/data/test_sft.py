@@ -15,7 +15,7 @@ def test_best_fit_packing_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_thing_once_and_no_bin_too_full(seed: int):
+def test_each_length_is_packed_once_and_no_bin_is_too_full(seed: int):
     rng = random.Random(seed)
     capacity = rng.randint(1, 70)
     lengths = [rng.randint(1, capacity) for _ in range(rng.randint(1, 200))]

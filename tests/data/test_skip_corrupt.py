@@ -1,4 +1,4 @@
-"""Files that cannot be read to their end: fatal, or left out as wholes, and the same ones from then on."""
+"""Test files that cannot be read to their end: they are fatal, or the same ones are left out from then on."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Texts of table files: text stays text, parts are read as their formats are, and broken ones are named."""
+"""Test the texts of table files: text stays text, each format is read, and broken files are named."""
 
 import bz2
 import gzip

@@ -37,7 +37,7 @@ def test_ids_that_are_no_text_are_shown_and_do_not_fail(ids: list[int]):
     assert ByteTokenizer().decode(ids) == "hi\ufffd"
 
 
-def test_json_there_and_back(make_tokenizer_file: MakeFile):
+def test_decode_returns_the_text_that_was_encoded(make_tokenizer_file: MakeFile):
     tokenizer = JsonTokenizer(make_tokenizer_file("<|endoftext|>"))
     text = make_text(40) + "naïve ☃"
     ids = tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""A tokenizer folder declares what transformers' AutoTokenizer declares of it: ids, text, special tokens, templates."""
+"""Test that a tokenizer folder gives the ids, texts and templates of transformers' AutoTokenizer."""
 
 import json
 from collections.abc import Callable

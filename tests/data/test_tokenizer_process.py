@@ -1,4 +1,4 @@
-"""Tokenizers of strangers: limited memory and time, in a process of their own, with the ids of the package itself."""
+"""Test tokenizers that are not trusted: they run in a process with limits, and give the package's own ids."""
 
 import json
 import os

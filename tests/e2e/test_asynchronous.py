@@ -1,4 +1,4 @@
-"""Ranks that only sample, from the command line: kills at any point, lost ranks, and signals."""
+"""Test ranks that only sample, from the command line: kills at any point, lost ranks, and signals."""
 
 import os
 import signal

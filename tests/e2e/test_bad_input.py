@@ -1,4 +1,4 @@
-"""Whatever a user can get wrong is one message on stderr, exit 2, within two seconds, and no rank starts."""
+"""Test that each user error is one message and exit status 2 within two seconds, before any rank starts."""
 
 import pytest
 

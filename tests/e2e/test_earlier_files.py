@@ -1,4 +1,4 @@
-"""A run, checkpoint, tokens and recipe written by commit ad78ce5 load, and training continues with equal numbers."""
+"""Test that files written by commit ad78ce5 load, and that training continues with equal numbers."""
 
 import json
 import subprocess

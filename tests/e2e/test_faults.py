@@ -1,4 +1,4 @@
-"""Lost nodes: the message, its delay, and that the job goes on from the last checkpoint with the nodes left."""
+"""Test lost nodes: the message, its delay, and that the job goes on from its checkpoint with the other nodes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Signals, kills and crashes: training is kept, one message names the cause, the same command goes on."""
+"""Test that after signals, kills and crashes one message names the cause, and the same command continues."""
 
 import os
 import re

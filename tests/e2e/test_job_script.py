@@ -1,4 +1,4 @@
-"""Job files that run: SLURM's on two nodes of a stand-in, Ray's on a local cluster; a killed rank, and a resume."""
+"""Test that job files run: SLURM's on a stand-in and Ray's on a local cluster, with a killed rank and a resume."""
 
 import json
 import os

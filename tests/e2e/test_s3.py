@@ -1,4 +1,4 @@
-"""A run whose data, checkpoints and exports are in S3: a local server of the package moto, over HTTP."""
+"""Test a run whose data, checkpoints and exports are in S3: a local server of the package moto, over HTTP."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The same code on one GPU: the loss of a CPU run in float32, and training in bfloat16. Needs CUDA and NCCL."""
+"""Test one GPU: the loss of a CPU run in float32, and training in bfloat16. Needs CUDA and NCCL."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Training on the pretended device chooses kernels by time, records them, and finds them again in the next run."""
+"""Test that training on the pretended device chooses kernels by time, and that the next run finds them."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Packed documents on CUDA: one copy of their bounds a micro-batch, no mask in memory, and no wait of the host."""
+"""Test packed documents on CUDA: one copy of their bounds a micro-batch, no mask, and no wait of the host."""
 
 from dataclasses import replace
 

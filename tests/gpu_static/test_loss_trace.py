@@ -1,4 +1,4 @@
-"""The loss on CUDA, traced without a GPU: each kernel reads the logits once, and no torch operation reads them."""
+"""Test by a trace that each CUDA kernel of the loss reads the logits once, and that no torch operation does."""
 
 from importlib.util import find_spec
 

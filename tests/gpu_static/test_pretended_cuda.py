@@ -1,4 +1,4 @@
-"""CUDA branches with values, on a device that is not there: training, generation, GPU tests; and that it can fail."""
+"""Test the CUDA branches with values on a pretended device: training, generation, and tests that can fail."""
 
 import logging
 import os

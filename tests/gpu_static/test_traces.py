@@ -1,4 +1,4 @@
-"""The CUDA step traced without a GPU: host waits of a MoE layer, launches, bytes moved and bytes sent."""
+"""Test traces of the CUDA step: host waits of an MoE layer, launches, bytes moved and bytes sent."""
 
 import json
 from importlib.util import find_spec

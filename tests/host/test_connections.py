@@ -1,4 +1,4 @@
-"""Servers under connections that say nothing, too many of them, endless bodies, and answers that nobody reads."""
+"""Test servers against silent connections, too many of them, endless bodies, and answers that no client reads."""
 
 import contextlib
 import http.client

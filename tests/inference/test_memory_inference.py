@@ -1,4 +1,4 @@
-"""A wish takes the memory that it is said to need, and a wish that fits nowhere is refused before it is reserved."""
+"""Test that inference takes the memory that is announced, and refuses what does not fit before it reserves it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever library runs out of memory, it is one message: the request, the free memory, and the way out."""
+"""Test that running out of memory is one message in any library: the request, the free memory, the way out."""
 
 import errno
 import sys

@@ -43,7 +43,7 @@ def test_it_can_be_read_with_only_numpy(tmp_path):
     np.testing.assert_array_equal(only["counts"], _counts(7))
 
 
-def test_no_file_and_no_step_yet(tmp_path):
+def test_counts_are_empty_before_the_first_step(tmp_path):
     assert read_expert_counts(tmp_path) is None
     _write(tmp_path, [])
     _assert_holds(tmp_path, [])

@@ -40,7 +40,7 @@ def test_a_model_without_experts_and_a_replica_without_tokens_have_no_angles():
     assert found.expert_grad_norm_dispersion is None
 
 
-def test_they_stand_in_the_line_of_the_step():
+def test_replica_metrics_are_in_the_record_of_the_step():
     found = ReplicaMetrics.from_dot_products(np.array([1.0, np.nan]), np.eye(2), np.eye(2), *alike(2, 2))
     record = to_record(STEP | {"replicas": found})
     assert record["replicas"]["grad_cosine"] == 0.0

@@ -1,4 +1,4 @@
-"""Which layers of each family decode in C, in how many calls, and why the others do not: the reasons of the log."""
+"""Test which layers of each family decode in C, in how many calls, and the reasons that the log gives."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loss by chunks of tokens is the loss, its gradients are the gradients, and no logits are kept for them."""
+"""Test that the loss by chunks has the same value and gradients as the loss, and keeps no logits."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_temperature_and_entropy(path, dtype, temperature):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance * scale)
 
 
-def test_entropy_of_a_law_of_one_token():
+def test_entropy_of_a_certain_token_is_zero():
     logits = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, 0.0]])
     losses, _, entropy = token_losses(logits, torch.tensor([0, 1]), softmax=SoftmaxOptions(has_entropy=True))
     torch.testing.assert_close(entropy, torch.tensor([3.0]).log() * torch.tensor([0.0, 1.0]))

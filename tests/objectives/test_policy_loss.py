@@ -84,7 +84,7 @@ def test_the_clipped_fraction_counts_tokens_whose_gradient_is_cut():
 @pytest.mark.parametrize(
     ("kind", "formula"), [("k3", lambda d: d.exp() - d - 1), ("k2", lambda d: 0.5 * d**2)], ids=["k3", "k2"]
 )
-def test_the_kl_penalty(kind, formula):
+def test_the_kl_penalty_equals_its_definition(kind, formula):
     case = example()
     terms, gradient, metrics = case.run(policy(objective="clip", kl=0.3, kl_kind=kind))
 

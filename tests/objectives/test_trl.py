@@ -222,7 +222,7 @@ def _model(log_probs: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo"])
-def test_dpo_and_ipo(method):
+def test_dpo_and_ipo_equal_trl(method):
     from trl import DPOTrainer
 
     case = pair_example()

@@ -1,4 +1,4 @@
-"""A file on a disk, with the faults of real disks: they fill up, are cut, and forget."""
+"""Test offloading to a file on disks with faults: a full disk, a cut file, and bytes that changed."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The choice of whole layers or modules: once for a kind of layer and a power of two of rows, by time."""
+"""Test the choice between whole layers and modules: by time, once for a kind of layer and a size of rows."""
 
 from moefold.ops.decode import MAX_ROUNDS, DecodeChoice
 

@@ -82,7 +82,7 @@ def test_moments_exist_from_the_start_by_name():
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3])
-def test_learning_rate_of_the_next_step(rate):
+def test_the_learning_rate_of_the_next_step_is_known(rate):
     given = parameters()
     optimizer = build_alone(given, CFG, model=MODEL)
     set_learning_rate(optimizer, rate)

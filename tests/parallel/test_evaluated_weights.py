@@ -1,4 +1,4 @@
-"""A change of the weights after an evaluation, as by a callback, is seen by the next pass: nothing stays gathered."""
+"""Test that the next pass sees a change of the weights after an evaluation, because nothing stays gathered."""
 
 import pytest
 import torch

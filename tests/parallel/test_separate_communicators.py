@@ -1,4 +1,4 @@
-"""A step with communicators by purpose, as on CUDA, equals a step whose groups share them by their ranks."""
+"""Test that a step with a communicator for each purpose, as on CUDA, equals a step with shared ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every built-in kind, found by its file: its facts equal its module, and its formula equals the module's results.
+"""Test that the facts of every built-in kind equal its module, and its formula the module's results.
 
 A new part is tested by these without an edit, if its settings have defaults that fit a small model; else `NEEDS` of
 `every_kind.py` has them.

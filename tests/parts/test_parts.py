@@ -1,4 +1,4 @@
-"""Rules for every built-in part: its file is its kind, its fields are recipe keys, its formula stands by itself."""
+"""Test the rules of every built-in part: its file is its kind, its fields are keys, its formula is independent."""
 
 import inspect
 from dataclasses import MISSING, fields, replace

@@ -1,4 +1,4 @@
-"""All parts of the package together: trained in all kinds of ranks, saved, resumed, used, planned and judged."""
+"""Test all parts of the package together: trained in all kinds of ranks, saved, resumed, planned and verified."""
 
 import json
 import pickle
@@ -134,7 +134,7 @@ def test_parts_of_files_come_to_another_interpreter_if_their_files_are_unchanged
     [(True, True, TWO), *slow([(False, True, FOUR), (False, False, EIGHT)])],
     ids=["forked-file-2", "spawned-file-4", "spawned-entry point-8"],
 )
-def test_all_six_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
+def test_all_parts_together_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
     of_rollouts = words("rl.objective", by_file=by_file)
     objective = load_config(None, ["data.kind=task", "rl.group_size=4", *of_rollouts]).rl.objective
     cfg = replace(recipe(*words(by_file=by_file), *mapping), data=DataConfig(kind="program"))

@@ -1,4 +1,4 @@
-"""The dispatcher of the package: equal to the built-in ones, priced by its messages, refused where it says so."""
+"""Test the dispatcher of the package: equal to built-in ones, priced by its messages, refused by its check."""
 
 import json
 import tomllib

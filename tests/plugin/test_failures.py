@@ -1,4 +1,4 @@
-"""A part from outside that fails is named by its key, its distribution or file, the method and the line."""
+"""Test that a failing part from outside is named by its key, its distribution or file, method and line."""
 
 import math
 import sys

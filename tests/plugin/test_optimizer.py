@@ -1,4 +1,4 @@
-"""The optimizer of the package: trained, saved, counted, planned and judged."""
+"""Test the optimizer of the package: trained, saved, counted, planned and verified."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A scaling of RoPE from a file of the user: judged on two ranks and after shrinking, refused where it does not fit."""
+"""Test a RoPE scaling from a file of the user: verified on two ranks, and refused where it does not fit."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The package, its files for other people, and its image, as far as they can be checked without a daemon."""
+"""Test the package, its files for other tools, and its image, as far as possible without a daemon."""
 
 import json
 import re

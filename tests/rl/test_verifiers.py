@@ -47,7 +47,7 @@ def test_any_text_is_parsed_as_python_parses_it(text):
         assert eval(code, {"next_number": lambda: next(names)}) == parsed[0]
 
 
-def test_the_last_number_of_a_text():
+def test_the_last_number_of_a_text_is_found():
     assert last_number("so 1,234.50 of 7.") == 7
     assert last_number("it is -3.5") == Fraction(-7, 2)
     assert last_number("none") is None

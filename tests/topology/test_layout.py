@@ -110,7 +110,7 @@ def test_quickstart_folding():
     }
 
 
-def test_accuracy_run_of_the_paper_in_miniature():
+def test_the_accuracy_run_of_the_paper_folds_in_miniature():
     layout = fold(world_size=16, tp=2, cp=2, pp=2, ep=8)
     assert (layout.dp, layout.edp) == (2, 1)
     assert groups(layout, "ep") == [list(range(8)), list(range(8, 16))]

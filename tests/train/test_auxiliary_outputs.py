@@ -1,4 +1,4 @@
-"""A run whose metrics, trace, faults and output cannot be written any more: it trains on, and saves."""
+"""Test that a run trains on and saves if its metrics, trace, faults and output cannot be written any more."""
 
 import os
 from contextlib import redirect_stdout

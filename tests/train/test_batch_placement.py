@@ -1,4 +1,4 @@
-"""Tokens are sent to the ranks of their slots: each is on one rank, with its own labels, weights and documents."""
+"""Test that tokens are sent to the ranks of their slots, each to one, with its labels, weights and documents."""
 
 import numpy as np
 import pytest

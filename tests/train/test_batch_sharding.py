@@ -1,4 +1,4 @@
-"""The batch is the same under every mapping: the samples of all ranks, put together, are the samples of one rank."""
+"""Test that the samples of all ranks, put together, are the samples of one rank under every mapping."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""State of a program's callbacks in checkpoints: saved, resumed, missing, left over, and refused by name."""
+"""Test the state of callbacks in checkpoints: saved, resumed, missing, left over, and refused by name."""
 
 import json
 from collections.abc import Sequence

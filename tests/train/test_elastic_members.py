@@ -26,7 +26,7 @@ def test_without_snapshots_the_first_survivors_load_a_checkpoint():
     assert choose_survivors(facts_of(None, None, None), 2, None) == MemberChoice((10, 11), 0, None)
 
 
-def test_newest_step_that_all_hold():
+def test_the_newest_step_that_all_members_hold_is_found():
     survivors = [snapshots(rank, 7, 8 if rank else 6) for rank in (0, 1, 3)]
     assert choose_survivors(facts_of(*survivors), 3, survivors[0]) == MemberChoice((10, 11, 12), 1, 7)
 

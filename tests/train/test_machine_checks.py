@@ -1,4 +1,4 @@
-"""What a run needs of its machine (folders, data, packages, memory) is checked before ranks start."""
+"""Test that folders, data, packages and memory are checked before ranks start."""
 
 import os
 import tempfile
@@ -99,7 +99,7 @@ def test_a_missing_checkpoint_names_those_beside_it(tmp_path):
     )
 
 
-def test_a_missing_checkpoint_with_none_beside_it(tmp_path):
+def test_a_missing_checkpoint_is_refused_if_the_folder_has_none(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; set 'auto' for the newest one, if any"):
         check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}").checkpoint)
 

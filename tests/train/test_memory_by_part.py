@@ -96,7 +96,7 @@ def kept(pool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_memory_by_part_with_recompute_or_offload(pool, kept, name):
+def test_memory_by_part_is_measured_with_recompute_or_offload(pool, kept, name):
     (peak,) = _check(pool, _recipe(TRAINS[name]))
     assert (RELOADED in peak) == (name == "offload")
     if name == "recompute":

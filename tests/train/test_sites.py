@@ -1,4 +1,4 @@
-"""Training across sites on forked ranks: the oracle of sites, data parallelism, resumes, lost sites."""
+"""Test training across sites on forked ranks: the oracle of sites, data parallelism, resumes, lost sites."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""A rank that is slow by itself is named, whatever it shares with the others. Those that wait for it are not."""
+"""Test that a slow rank is named, whatever it shares with others, and that ranks that wait for it are not."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""The oracle refuses by name all that it has no formula for: kinds, parameters, keys, losses, buffers, samples."""
+"""Test that the oracle refuses by name what it has no formula for: kinds, parameters, keys, losses, buffers."""
 
 import ast
 import inspect

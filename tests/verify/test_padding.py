@@ -1,4 +1,4 @@
-"""Padding is not routed and counts in no loss, load or bias: every mapping equals the oracle, which leaves it out."""
+"""Test that padding is not routed and counts nowhere: every mapping equals the oracle, which leaves it out."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Every case of the tables equals the one-process float64 oracle: loss terms, norm, every gradient, weights."""
+"""Test that every case equals the one-process float64 oracle: loss terms, norm, every gradient, weights."""
 
 import math
 from dataclasses import replace

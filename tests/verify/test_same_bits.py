@@ -1,4 +1,4 @@
-"""Recomputation, overlap and offload change no bit: losses, counts, gradients, and weights after two steps."""
+"""Test that recomputation, overlap and offload change no bit of losses, counts, gradients and weights."""
 
 import pytest
 import torch

@@ -78,7 +78,7 @@ SIZES = {
 
 
 class DeviceProbe:
-    """Measurements on the ranks of the default process group. Collective, every rank runs the same methods.
+    """Measurements on the ranks of the default process group. It is collective, every rank runs the same methods.
 
     Args:
         dtype: compute type of attention and experts: "float32" or "bfloat16".

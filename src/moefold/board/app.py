@@ -50,7 +50,7 @@ def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Sta
     """Return the application of some runs.
 
     Args:
-        token: required token of requests. Empty: none.
+        token: required token of requests. Empty means none.
         is_loopback: only accept requests for names of the loopback interface, so that a web page with another name that
             resolves to it gets no data.
     """

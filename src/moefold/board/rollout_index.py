@@ -25,13 +25,13 @@ class RolloutQuery:
     """Selection of rollouts, newest first."""
 
     text: str = ""
-    """Text that the prompt or the completion contains, ignoring case. Empty: any text."""
+    """Text that the prompt or the completion contains, ignoring case. Empty means any text."""
     step: int | None = None
-    """Step of training. None: all steps."""
+    """Step of training. None means all steps."""
     min_reward: float | None = None
     max_reward: float | None = None
     before: int | None = None
-    """Number of a rollout: only earlier rollouts are read. None: start at the newest."""
+    """Number of a rollout: only earlier rollouts are read. None means start at the newest."""
     limit: int = 20
     """Maximum rollouts in the answer."""
 

@@ -22,7 +22,7 @@ def checkpoint_state(
     """Return this rank's shards of all checkpoint entries, by mapping-independent names. It copies nothing.
 
     Args:
-        optimized: its parameters by name. None: `parameters`.
+        optimized: its parameters by name. None means `parameters`.
     """
     moments = named_moments(optimizer, parameters if optimized is None else optimized)
     moments = {f"optimizer.{name}": moment for name, moment in moments.items()}

@@ -110,7 +110,7 @@ class HashingWriter(dcp.FileSystemWriter):
     """DCP writer of a folder whose data files are hashed while they are written.
 
     Args:
-        thread: the thread that hashes. None: the writing thread.
+        thread: the thread that hashes. None means the writing thread.
         sync_files: whether a file is on the disk when it is complete.
         per_thread_copy_ahead: bytes that are copied from a GPU before they are written. See base class.
 

@@ -36,7 +36,7 @@ def check_file_sizes(path: Path) -> None:
 
 
 def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -> None:
-    """Compare the files of a checkpoint with its manifest. Collective over `world`, which shares the reading.
+    """Compare the files of a checkpoint with its manifest. It is collective over `world`, which shares the reading.
 
     Args:
         world: all processes. Each reads a part of the files, a block at a time.
@@ -50,7 +50,7 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
 
 
 def gather_errors(errors: list[str], world: "World") -> list[str]:
-    """Return the errors of all ranks without duplicates. Collective."""
+    """Return the errors of all ranks without duplicates. It is collective."""
     return list(dict.fromkeys(error for texts in world.all_gather_object(errors) for error in texts))
 
 

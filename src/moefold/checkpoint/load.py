@@ -37,13 +37,13 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     optimized: Mapping[str, nn.Parameter] | None = None,
 ) -> CheckpointMeta:
-    """Load weights, buffers and optimizer moments into this rank's shards. Collective over all ranks.
+    """Load weights, buffers and optimizer moments into this rank's shards. It is collective over all ranks.
 
     Step counts of the moments are not loaded. Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep
     their values.
 
     Args:
-        optimized: its parameters by name. None: `parameters`.
+        optimized: its parameters by name. None means `parameters`.
 
     Raises:
         ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs. Raised on every rank.
@@ -57,7 +57,7 @@ def load_checkpoint(
 
 
 def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Load weights and buffers only, converted to the dtype of the parameters. Collective over all ranks.
+    """Load weights and buffers only, converted to the dtype of the parameters. It is collective over all ranks.
 
     Raises:
         ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs. Raised on every rank.
@@ -68,7 +68,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
 
 
 def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
-    """Load entries of a checkpoint into this rank's shards. Collective over all ranks.
+    """Load entries of a checkpoint into this rank's shards. It is collective over all ranks.
 
     Raises:
         ConfigError: the checkpoint lacks an entry. Raised on every rank.
@@ -82,7 +82,7 @@ def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
 
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
-    """Check that the checkpoint has all entries of all ranks. Collective, so that all ranks raise together."""
+    """Check that the checkpoint has all entries of all ranks. It is collective, so that all ranks raise together."""
     faults = missing_or_short_files(path, metadata) if dist.get_rank() == 0 else []
     moments = [entry for entry in metadata.state_dict_metadata if entry.startswith("optimizer.")]
     parameters = {entry.rpartition(".")[0] for entry in moments}
@@ -118,7 +118,7 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
 
 
 def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Tensor] | None) -> None:
-    """Check that a checkpoint has moments if and only if the optimizer has moments. Collective.
+    """Check that a checkpoint has moments if and only if the optimizer has moments. It is collective.
 
     Args:
         moments: moments of this rank, or None if no parameter of the rank is trained.

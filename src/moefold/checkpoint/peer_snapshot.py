@@ -259,7 +259,7 @@ class PeerSnapshots:
         return [self.generation] if self._unconfirmed is None else [self.generation, self._unconfirmed]
 
     def keep_generation(self, number: int) -> None:
-        """Keep only the snapshots of one generation. Local.
+        """Keep only the snapshots of one generation. It does not communicate.
 
         Args:
             number: the largest confirmed one of the survivors. If any survivor has confirmed a generation, every rank
@@ -277,7 +277,7 @@ class PeerSnapshots:
         return self._restored.read(transfer.name, transfer.box)
 
     def share_progress(self, step: int, world: Group) -> None:
-        """Give former spares of the lost mapping an empty snapshot of a step. Collective over the new mapping.
+        """Give former spares of the lost mapping an empty snapshot of a step. It is collective over the new mapping.
 
         Args:
             step: a step that every member of the lost mapping holds.
@@ -294,7 +294,7 @@ class PeerSnapshots:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor], train_state: TrainState, groups: ParallelGroups) -> None:
-        """Copy this rank's state to host memory, and exchange the copies of peers. Collective over all ranks.
+        """Copy this rank's state to host memory, and exchange the copies of peers. It is collective over all ranks.
 
         The copy replaces the older of two snapshots. Call it after a step in which all ranks have communicated.
 
@@ -357,7 +357,7 @@ class PeerSnapshots:
         slot.step = train_state.step
 
     def _exchange_digests(self, plan: _Plan, shards: Mapping[BoxKey, Tensor]) -> dict[tuple[int, BoxKey], Digest]:
-        """Return the hashes of the boxes that this rank sent and received, computed by the sender. Collective."""
+        """Return the hashes of the boxes that this rank sent and received, computed by the sender. It is collective."""
         groups = plan.groups
         rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
         local_rows = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
@@ -377,7 +377,7 @@ class PeerSnapshots:
         return digests
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
-        """Exchange the boxes of all ranks, and plan the copies. Collective."""
+        """Exchange the boxes of all ranks, and plan the copies. It is collective."""
         local = [(name, box, values.dtype) for (name, box), values in shards.items()]
         gathered = all_gather_objects((local, self._node), groups.world)
         nodes = [node for _, node in gathered]
@@ -395,7 +395,7 @@ class PeerSnapshots:
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
-        """Fill the tensors of a new mapping from the snapshots of a step, and return its progress. Collective.
+        """Fill the tensors of a new mapping from the snapshots of a step, and return its progress. It is collective.
 
         Args:
             step: a step that every rank of the new mapping holds.
@@ -447,7 +447,7 @@ class _SnapshotIndex:
 def plan_restore(
     slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_bucket_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...], dict[str, torch.dtype]]:
-    """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping. Collective.
+    """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping. It is collective.
 
     Returns:
         The parts that a rank already has, the buckets of transfers for the other parts, and the type of each tensor.

@@ -57,7 +57,7 @@ class Resume:
 def resolve_resume(cfg: Config, world: "World", fingerprints: Mapping[str, str] | None = None) -> Resume:
     """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names, equal on every rank.
 
-    Collective over all ranks. Each rank verifies the hashes of a part of the files.
+    It is collective over all ranks. Each rank verifies the hashes of a part of the files.
 
     Raises:
         ConfigError: the checks of `check_compatible` fail (first rank only), the named checkpoint is damaged, or all
@@ -172,7 +172,7 @@ class _DataComparison:
     data: DataConfig
     order: SampleOrder
     fingerprints: Mapping[str, str] | None
-    """Current fingerprints of the data files. None: compare only the settings."""
+    """Current fingerprints of the data files. None means compare only the settings."""
 
     def check(self, path: Path) -> None:
         """Raise ConfigError if the samples differ."""

@@ -28,7 +28,7 @@ class TensorState(Protocol):
         """Return this rank's shards of the object's entries, by mapping-independent names."""
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load the object's entries of a checkpoint, after `load_state_dict`. None: a new run. Collective."""
+        """Load the object's entries of a checkpoint, after `load_state_dict`. None: a new run. It is collective."""
 
 
 class Record:
@@ -108,7 +108,7 @@ class RunStates:
         return {name: tensor for owner in self._with_tensors() for name, tensor in owner.tensors().items()}
 
     def start(self) -> None:
-        """Begin a new run, after the initial weights were loaded. Collective.
+        """Begin a new run, after the initial weights were loaded. It is collective.
 
         Raises:
             ConfigError: a callback cannot load its initial state.
@@ -119,7 +119,7 @@ class RunStates:
             owner.load_tensors(None)
 
     def load(self, states: States, path: Path | None) -> None:
-        """Restore all objects in the order that they require. Collective.
+        """Restore all objects in the order that they require. It is collective.
 
         Args:
             path: the checkpoint, or None if the tensors are restored by other means.

@@ -35,12 +35,12 @@ def data_order_change(
     *,
     drops_files: bool = False,
 ) -> str:
-    """Describe how the samples of a checkpoint's run differ from the samples of a recipe. Empty: they are the same.
+    """Describe how the samples of a checkpoint's run differ from a recipe's. Empty means that they are the same.
 
     Files are compared by their content: other paths with the same fingerprints are not a difference.
 
     Args:
-        fingerprints: current fingerprints of the data files. None: compare only the settings.
+        fingerprints: current fingerprints of the data files. None means compare only the settings.
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
     """

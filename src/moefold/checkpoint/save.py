@@ -64,7 +64,7 @@ def write_checkpoint(
     planner: ShardSavePlanner | None = None,
     writer: WritingJob | None = None,
 ) -> Path:
-    """Write a complete checkpoint of the run and return its folder. Collective over all ranks.
+    """Write a complete checkpoint of the run and return its folder. It is collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
     keep. Then all ranks return.
@@ -73,8 +73,8 @@ def write_checkpoint(
         state: this rank's shards, see `checkpoint_state`.
         train_state: progress of the run. The first rank stores it.
         group: all ranks, or None for the default group.
-        planner: provides each tensor when it is written. None: all at once.
-        writer: the job that saves, on the first rank. None: a job that starts with this save.
+        planner: provides each tensor when it is written. None means all at once.
+        writer: the job that saves, on the first rank. None means a job that starts with this save.
 
     Raises:
         ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.
@@ -169,7 +169,7 @@ def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
 
 
 def _on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Act on the first rank, and return the result, or raise the error, on every rank. Collective."""
+    """Act on the first rank, and return the result, or raise the error, on every rank. It is collective."""
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -191,7 +191,7 @@ def _storage_writer(draft: Path) -> dcp.FileSystemWriter:
 
 
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
-    """Read back and hash the files of every rank, and return the digests of all ranks. Collective.
+    """Read back and hash the files of every rank, and return the digests of all ranks. It is collective.
 
     Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
     """

@@ -50,7 +50,7 @@ class CheckpointSaver:
                 )
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
-        """Write a checkpoint. Collective. Returns the time that training waited for it, in seconds.
+        """Write a checkpoint. It is collective. Returns the time that training waited for it, in seconds.
 
         Raises:
             ConfigError: the checkpoint cannot be written.
@@ -75,10 +75,10 @@ class CheckpointSaver:
         """Raise the error of the last save, if it failed. Call it once per step."""
 
     def drain(self) -> None:
-        """Wait for the pending save. Collective. More saves may follow."""
+        """Wait for the pending save. It is collective. More saves may follow."""
 
     def finish(self) -> None:
-        """Wait for the pending save and release resources. Collective."""
+        """Wait for the pending save and release resources. It is collective."""
 
     def drain_with_timeout(self, timeout_s: float) -> None:
         """Wait for the pending save for a limited time, without raising, while another error is handled."""
@@ -107,7 +107,7 @@ class BackgroundSaver(CheckpointSaver):
         self._is_awaited = threading.Event()
 
     def save(self, state: Mapping[str, Tensor], train_state: TrainState) -> float:
-        """Start to write a checkpoint. Collective. Returns the time that training waited, in seconds.
+        """Start to write a checkpoint. It is collective. Returns the time that training waited, in seconds.
 
         Raises:
             ConfigError: the previous checkpoint cannot be written.
@@ -137,11 +137,11 @@ class BackgroundSaver(CheckpointSaver):
             self._wait()
 
     def drain(self) -> None:
-        """Wait for the pending save. Collective. More saves may follow."""
+        """Wait for the pending save. It is collective. More saves may follow."""
         self._wait()
 
     def finish(self) -> None:
-        """Wait for the pending save, stop the thread and release the staging buffers. Collective."""
+        """Wait for the pending save, stop the thread and release the staging buffers. It is collective."""
         self._wait()
         self.thread.shutdown()
         self._stager.close()

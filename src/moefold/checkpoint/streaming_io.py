@@ -261,7 +261,7 @@ def write_chunks(
 
 
 def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, FileDigest] | None = None) -> None:
-    """Write the manifest of an otherwise complete folder. Collective over `world`, which shares the hashing.
+    """Write the manifest of an otherwise complete folder. It is collective over `world`, which shares the hashing.
 
     Args:
         written: digests of the files that this process hashed while it wrote them.

@@ -42,7 +42,7 @@ class RestoredRun:
 def certify(
     snapshots: PeerSnapshots, step: int, state: Mapping[str, Tensor], restored: RestoredRun, groups: ParallelGroups
 ) -> None:
-    """Compare the state of a new mapping with the snapshots that it was restored from. Collective over all ranks.
+    """Compare the state of a new mapping with the snapshots that it was restored from. It is collective over all ranks.
 
     Call it after `PeerSnapshots.restore`, before the first step.
 
@@ -100,7 +100,7 @@ def _changed_snapshots(
 def _differing_parts(
     snapshots: PeerSnapshots, shards: Mapping[BoxKey, Tensor], hasher: TensorHasher, groups: ParallelGroups
 ) -> list[str]:
-    """Return the parts of this rank whose bytes differ from the bytes on their source rank. Collective."""
+    """Return the parts of this rank whose bytes differ from the bytes on their source rank. It is collective."""
     world = groups.world
     transfers = snapshots.restored_parts
     targets = {name: (box, values) for (name, box), values in shards.items()}

@@ -21,7 +21,7 @@ def exchange_boxes(
     read: Callable[[BoxTransfer], Tensor],
     write: Callable[[BoxTransfer, Tensor], None],
 ) -> tuple[int, int]:
-    """Send and receive the boxes of one round. Collective over the group.
+    """Send and receive the boxes of one round. It is collective over the group.
 
     Args:
         transfers: transfers of all members, the same on each member.

@@ -121,7 +121,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Concatenate the tensors of the members of a process group along dim 0 into `out`. No gradient."""
+    """Concatenate the tensors of the members of a process group along dim 0 into `out`. It has no gradient."""
     if uses_gloo(handle, x.device):
         return _wait_unless(begin_gather(out, x, handle), async_op)
     return _all_gather(out, x, group=handle, async_op=async_op)
@@ -130,7 +130,7 @@ def all_gather_into(out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_
 def reduce_scatter_into(
     out: Tensor, x: Tensor, handle: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `x` over the members of a process group and write this rank's part to `out`. No gradient."""
+    """Sum `x` over the members of a process group and write this rank's part to `out`. It has no gradient."""
     if uses_gloo(handle, x.device):
         return _wait_unless(begin_sum_scatter(out, x, handle), async_op)
     return _reduce_scatter(out, x, group=handle, async_op=async_op)
@@ -144,7 +144,7 @@ def _wait_unless(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
-    """Stack the equal-shaped tensors of the members on member 0, [group.size, ...], or None elsewhere. No gradient."""
+    """Stack the members' tensors on member 0, [group.size, ...], without a gradient. Return None elsewhere."""
     x = x.detach().contiguous()
     if group.size == 1:
         return x.unsqueeze(0)
@@ -158,7 +158,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
 
 
 def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
-    """Return the tensor of member `source` on every member. On others `x` gives shape and dtype. No gradient."""
+    """Return the tensor of member `source` on every member. On others `x` gives shape and dtype. It has no gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
         group.record_collective("broadcast", x)

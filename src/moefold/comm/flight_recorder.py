@@ -146,7 +146,7 @@ class FlightRecorder:
         return self.clock() - self._last_event_s
 
     def snapshot(self) -> FlightSnapshot:
-        """Return the current state."""
+        """Return the phase and the collective that this rank is in now."""
         collective, group, shape = self._event
         return FlightSnapshot(
             step=self.step,

@@ -127,7 +127,7 @@ class ParallelGroups:
 
         Args:
             recorder: flight recorder that a watchdog reads, or None for a new recorder.
-            separates_purposes: whether model, experts and FSDP have separate communicators. None: on CUDA only.
+            separates_purposes: whether model, experts and FSDP have separate communicators. None means on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -180,7 +180,7 @@ class ParallelGroups:
         release_mesh_groups(self.expert_mesh)
 
     def create_background_group(self) -> Group:
-        """Create a gloo group of all ranks for a thread that communicates concurrently with training. Collective.
+        """Create a gloo group of all ranks for a thread that communicates concurrently with training. It is collective.
 
         Collectives of two threads must not share a group, as their order would differ between ranks.
         """
@@ -253,7 +253,7 @@ class World:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather the objects of all processes, in rank order. Collective. Values are pickled."""
+        """Gather the objects of all processes, in rank order. It is collective. Values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -261,11 +261,11 @@ class World:
         return values
 
     def merge(self, table: Mapping[str, T]) -> dict[str, T]:
-        """Return the entries of the tables of all processes. Collective."""
+        """Return the entries of the tables of all processes. It is collective."""
         return {name: value for of_rank in self.all_gather_object(dict(table)) for name, value in of_rank.items()}
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the picklable object of rank 0 on all processes. Collective."""
+        """Return the picklable object of rank 0 on all processes. It is collective."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)
@@ -278,7 +278,7 @@ def current_world() -> World:
 
 
 def raise_on_all_ranks(world: World, reason: str) -> None:
-    """Raise the error of any process on all of them. Collective.
+    """Raise the error of any process on all of them. It is collective.
 
     Raises:
         ConfigError: a process passed a non-empty reason.
@@ -290,7 +290,7 @@ def raise_on_all_ranks(world: World, reason: str) -> None:
 
 @contextmanager
 def errors_on_all_ranks(world: World) -> Iterator[None]:
-    """Raise a ConfigError that the block raises on any process on all of them. Collective at the end of the block."""
+    """Raise a ConfigError of the block on all processes. The end of the block is collective."""
     reason = ""
     try:
         yield

@@ -24,7 +24,7 @@ class SymmetricMemoryOps(Protocol):
     """
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a symmetric tensor. Collective, with the same size on every rank."""
+        """Allocate a symmetric tensor. It is collective, with the same size on every rank."""
         ...
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
@@ -138,7 +138,7 @@ class MetaSymmetricMemory:
 
 
 def open_row_exchange(ep: Group, num_experts: int, max_rows: int, capacity: int, row_bytes: int) -> RowExchange:
-    """Allocate symmetric memory over the ranks of ep, on CUDA with NVSHMEM. Collective."""
+    """Allocate symmetric memory over the ranks of ep, on CUDA with NVSHMEM. It is collective."""
     return RowExchange(NvshmemOps(ep.handle), num_experts, max_rows, capacity, row_bytes)
 
 

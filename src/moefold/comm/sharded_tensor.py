@@ -50,7 +50,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors of sharded tensors, several in a message. Collective over their meshes (all-reduce).
+    """Yield whole tensors of sharded tensors, several in a message. It is collective over their meshes (all-reduce).
 
     Args:
         tensors: tensors by name, the same on all ranks. Plain tensors are yielded unchanged.

@@ -59,7 +59,7 @@ def open_shared_file(file: SharedFile, flags: int) -> int:
 
 
 def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
-    """Allocate memory that all members of a group map. Collective over the group.
+    """Allocate memory that all members of a group map. It is collective over the group.
 
     Writes become visible to the other members, but are not ordered: a barrier must lie between a write and a read.
     Pages are allocated by the first rank that writes to them, near to its processor. Child processes of a rank do not
@@ -202,7 +202,7 @@ class PipeBarrier:
 
 
 def open_pipe_barrier(group: Group) -> PipeBarrier:
-    """Connect the members of a group. Collective.
+    """Connect the members of a group. It is collective.
 
     Raises:
         RunError: raised on all members if one cannot open the pipe of another.

@@ -88,8 +88,8 @@ class ExchangeResult:
     sent_bytes: int
     seconds: float
     of_members: Tensor | None = None
-    """Decoded values of each member that are not averaged, [members, values], or zeros for a member of weight 0. None:
-    there are no such values."""
+    """Decoded values of each member that are not averaged, [members, values], or zeros for a member of weight 0. None
+    means there are no such values."""
     probes: Tensor | None = None
     """Values of the probe of each member, [members, ...], or None without a probe, or if they cannot be compared."""
 

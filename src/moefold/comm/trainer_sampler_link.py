@@ -69,7 +69,7 @@ class JobLink:
 
     @classmethod
     def connect(cls, split: JobSplit, rank: int, store: dist.Store) -> "JobLink":
-        """Connect all ranks of the job. Collective over them, without a timeout.
+        """Connect all ranks of the job. It is collective over them, without a timeout.
 
         Args:
             rank: rank of this process in the job.

@@ -187,7 +187,7 @@ class ExportOptions:
     family: str = "auto"
     """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
-    """Size limit of a file. 0: a single file. None: as in the imported folder, else `MAX_SHARD_BYTES`."""
+    """Size limit of a file. 0: a single file. None means as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
     """If True, read the result back and compare every byte."""
     leaves_out_mtp: bool = False
@@ -197,7 +197,7 @@ class ExportOptions:
     quantize: QuantizationKind = "none"
     """Quantisation. fp8: matrices in blocks of 128 x 128. mxfp4: the experts of gpt-oss."""
     base: Path | None = None
-    """Base weights for merging the adapters of a checkpoint. None: the folder in its metadata."""
+    """Base weights for merging the adapters of a checkpoint. None means the folder in its metadata."""
     verify: bool = True
     """If True, compare the checkpoint's files with their hashes first. False: only their sizes."""
 
@@ -205,7 +205,7 @@ class ExportOptions:
 def export_folder(
     checkpoint: Path, out: Path, world: World, options: ExportOptions, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Convert a checkpoint to a Hugging Face folder. Collective over `world`.
+    """Convert a checkpoint to a Hugging Face folder. It is collective over `world`.
 
     Args:
         checkpoint: a checkpoint of a run or an import. A run or a folder of checkpoints stands for its newest one.
@@ -519,7 +519,7 @@ class _Target:
 def _write_tensors(
     source: CheckpointWeights, mapping: StateDictMapping, target: _Target, world: World, on_bytes: OnBytes
 ) -> dict[str, str]:
-    """Write this rank's tensors into the files, and return the hashes of all tensors. Collective."""
+    """Write this rank's tensors into the files, and return the hashes of all tensors. It is collective."""
     digests: dict[str, Any] = {}
     with FileWriter() as writer, HashingThread() as thread:
         for group in assign_groups(mapping, world):

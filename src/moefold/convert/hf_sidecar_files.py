@@ -44,7 +44,7 @@ def recipe_tokenizer(path: Path) -> str:
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
-    """Return the reason why a run cannot use a folder's tokenizer, with the way out `alternative`. Empty: it can."""
+    """Return why a run cannot use a folder's tokenizer, with the way out `alternative`. Empty means that it can."""
     if (file := tokenizer_file(folder)).is_file():
         if file.name == TOKENIZER_FILE:
             return ""

@@ -85,7 +85,7 @@ class Conversion:
 def import_folder(
     folder: Path, out: Path, world: World, options: ImportOptions | None = None, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Convert a Hugging Face folder to a checkpoint. Collective over `world`.
+    """Convert a Hugging Face folder to a checkpoint. It is collective over `world`.
 
     `out` receives the weights in the dtype of the folder (bfloat16 stays bfloat16), `recipe.toml` to train from them,
     and, in `hf`, the sidecar files and the manifest.
@@ -140,7 +140,7 @@ def _messages(source: HfSource) -> tuple[str, ...]:
 def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: OnBytes) -> dict[str, FileDigest]:
     """Write all tensors of a source as a checkpoint, one chunk at a time. Return the digests of this process's files.
 
-    Collective.
+    It is collective.
     """
     dtypes = {name: source.dtype(name) for name in source.shapes}
     memory = ReusedMemory()
@@ -175,7 +175,7 @@ def write_checkpoint(
     *,
     on_bytes: OnBytes,
 ) -> Conversion:
-    """Write the weights of a source as a checkpoint, and copy sidecar files, listed on rank 0. Collective.
+    """Write the weights of a source as a checkpoint, and copy sidecar files, listed on rank 0. It is collective.
 
     Args:
         out: the checkpoint. It must not exist.
@@ -212,7 +212,7 @@ def finish_checkpoint(
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer, or empty if unknown.
         dtype: run.dtype of the runs that trained the weights, or empty if no run did.
         lora: settings of the adapters (`adapter_settings`) if the folder only has adapters, or None for all weights.
-        aux_loss: moe.aux_loss of the recipe. None: the default.
+        aux_loss: moe.aux_loss of the recipe. None means the default.
     """
     meta = CheckpointMeta(
         format=FORMAT,
@@ -269,9 +269,9 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
     """Return the value of moe.aux_loss for `router_aux_loss_coef` of a config.json, or None if that is absent.
 
     transformers adds c * E * sum_e F_e P_e, which is c * K if the load is even. F_e counts all K choices of a token,
-    and F and P are means over the L layers with experts. moefold adds a * E * sum_e f_e P_e for each layer, in all a *
-    L, because f_e is a share of the choices. So a = c * K / L, which is also the ratio of the gradients for equal loads
-    of all layers.
+    and F and P are means over the L layers with experts. moefold adds a * E * sum_e f_e P_e for each layer, where f_e
+    is a share of the choices: a * L in all if the load is even. So a = c * K / L. The gradients have the same ratio if
+    all layers have equal loads.
     """
     text = hf_config.get("text_config")
     coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")

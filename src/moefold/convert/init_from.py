@@ -52,13 +52,13 @@ def load_initial_weights(
     is_first_rank: bool,
     folder: Path | None = None,
 ) -> str:
-    """Fill this rank's shards from `checkpoint.init_from` or `checkpoint.upcycle`. Collective over all ranks.
+    """Fill this rank's shards from `checkpoint.init_from` or `checkpoint.upcycle`. It is collective over all ranks.
 
     For a run or a folder of checkpoints, the ranks agree on the newest checkpoint, because a run may save in the
     meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
-        folder: the weights, if they were found already. None: the weights that the recipe names.
+        folder: the weights, if they were found already. None means the weights that the recipe names.
 
     Returns:
         A description of the loaded weights, on the first rank with a note if the run does not read text with the
@@ -216,7 +216,7 @@ class UpcycledSource:
 def upcycle_folder(
     dense: Path, out: Path, model: ModelConfig, upcycle: UpcycleConfig, seed: int, world: World, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Write the checkpoint of an upcycled model. Collective over `world`.
+    """Write the checkpoint of an upcycled model. It is collective over `world`.
 
     Args:
         dense: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).

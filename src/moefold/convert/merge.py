@@ -81,7 +81,7 @@ class MergedSource:
 def merge_checkpoints(
     checkpoints: Sequence[Path], weights: Sequence[float], out: Path, world: World, *, on_bytes: OnBytes
 ) -> Conversion:
-    """Write the weighted mean of checkpoints as a checkpoint of weights. Collective over `world`.
+    """Write the weighted mean of checkpoints as a checkpoint of weights. It is collective over `world`.
 
     The result has no optimizer moments, like imported weights. The weights are divided by their sum.
 

@@ -77,7 +77,7 @@ class RolloutWeightWriter:
         raise_on_all_ranks(self._world, reason)
 
     def _write_tensor(self, writer: FileWriter, name: str) -> str:
-        """Write a tensor. Return the reason if rank 0 cannot write it, else empty. Collective, even after a failure."""
+        """Write a tensor, and return the reason if rank 0 cannot. It is collective, even after a failure."""
         dtype = DTYPES[self._dtypes[name]]
         offset = 0
         reason = ""

@@ -81,7 +81,8 @@ def choose_tokenizer(
 
     Args:
         sidecar_dir: sidecar files of the weights that the run started from.
-        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`). None: the file that the recipe named.
+        run_tokenizer: the copy next to the checkpoint (`find_run_tokenizer`). None means the file that the recipe
+    named.
     """
     name = tokenizer_name(meta.order)
     imported = tokenizer_files(sidecar_dir)

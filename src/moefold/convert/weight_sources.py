@@ -130,7 +130,7 @@ def check_finite(
 def load_hf_weights(
     folder: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Fill this rank's shards of a model with the weights of a Hugging Face folder. No communication.
+    """Fill this rank's shards of a model with the weights of a Hugging Face folder. It does not communicate.
 
     Each rank reads only its own shards. The model is for inference, not training: MTP layers are ignored.
 
@@ -145,7 +145,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name: str) -> None:
-    """Copy the weights of a source into this rank's shards. Refuse a source of another model. No communication."""
+    """Copy the weights of a source into this rank's shards, without communication. Refuse a source of another model."""
     reasons = [
         f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
         for name, tensor in tensors.items()
@@ -394,7 +394,8 @@ def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights"
 def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Fill this rank's shards with the base weights of a checkpoint with adapters, and the adapters merged into them.
 
-    Collective over all ranks, which share the check of the checkpoint's files. Each rank then reads its own shards.
+    It is collective over all ranks, which share the check of the checkpoint's files. Each rank then reads its own
+    shards.
     """
     check_integrity(path, current_world())
     source = open_weights(path)

@@ -92,8 +92,8 @@ class BestFitSamples(SampleSource):
     so that every token of a document except the first is a target exactly once. Attention and positions are within a
     part. Samples share no other token.
 
-    The file of the packing has `PackingCounts`, then two numbers for each part of a document, sample by sample:
-    2 * first token, plus 1 for the first part of a sample, and the number of tokens.
+    The file of the packing has `PackingCounts`, then two numbers for each part of a document, sample by sample. The
+    first is 2 * first token, plus 1 if the part begins a sample. The second is the number of tokens.
     """
 
     has_annotations = True

@@ -124,7 +124,7 @@ class DataRequest:
         Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
 
         Args:
-            token_file_set: the token files recorded when the run began. None: list the files now.
+            token_file_set: the token files recorded when the run began. None means list the files now.
 
         Raises:
             ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.

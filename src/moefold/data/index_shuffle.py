@@ -46,7 +46,7 @@ class EpochOrder:
     """Order of the members of a part of the data, by their index in the run. Each epoch has another shuffle."""
 
     def __init__(self, length: int, key: int | None) -> None:
-        """Select the orders by a 64-bit key. None: the order of the data, in every epoch."""
+        """Select the orders by a 64-bit key. None means the order of the data, in every epoch."""
         self._length = length
         self._key = key
         self._shuffled: tuple[int, IndexShuffle] | None = None

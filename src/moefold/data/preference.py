@@ -62,12 +62,15 @@ def _is_labelled(align: AlignConfig) -> bool:
 class PackedPairs(PackedMembers):
     """Samples of whole pairs and padding. Both sequences of a pair are documents of one sample.
 
-    Columns of a sample, with K = 2 * the largest number of pairs in any sample: "sequence_ids" [S] has 2k and 2k + 1
-    for the targets of the k-th pair, and -1 elsewhere. "pair_ids" [K / 2] has the number of each pair in the files, or
-    -1. "is_desirable" [K / 2] is the label (kto). "reference_log_probs" [K] exists if the loss needs a reference. The
-    weights of the targets of sequence 2k add up to 1.
+    K is twice the largest number of pairs in any sample. A sample has the columns:
 
-    Both sequences of a pair are consecutive conversations, and have targets after `cut_lengths`.
+    * "sequence_ids" [S]: 2k and 2k + 1 for the targets of the k-th pair, and -1 elsewhere.
+    * "pair_ids" [K / 2]: number of each pair in the files, or -1.
+    * "is_desirable" [K / 2]: the label of each pair (kto).
+    * "reference_log_probs" [K]: sums of the reference model, if the loss needs one.
+
+    The weights of the targets of sequence 2k add up to 1. Both sequences of a pair are consecutive conversations, and
+    have targets after `cut_lengths`.
     """
 
     noun = "pairs"

@@ -43,7 +43,7 @@ class Sample:
     """Document number of each token, [S + 1], non-decreasing. Consecutive tokens with equal numbers share a document.
 
     Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
-    document is never a target. Padding is a document of its own, see `is_padding`. None: one document.
+    document is never a target. Padding is a document of its own, see `is_padding`. None means one document.
     """
     weights: NDArray[Any] | None = None
     """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None if all weights are 1.
@@ -51,7 +51,8 @@ class Sample:
     The loss is the weighted mean over the targets of the global batch.
     """
     weight_scale: NDArray[np.float64] | None = None
-    """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]. None: 1."""
+    """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]. None means
+    1."""
     is_padding: NDArray[np.bool_] | None = None
     """Tokens that only fill the sample, [S + 1], or None if there are no such tokens.
 

@@ -133,8 +133,8 @@ class SplitSampler(Sampler):
         """Select the samples of one part.
 
         Args:
-            members: the sample numbers of this part. None: all.
-            order_key: key of the shuffled order, which differs in each epoch. None: the order of the data.
+            members: the sample numbers of this part. None means all.
+            order_key: key of the shuffled order, which differs in each epoch. None means the order of the data.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name

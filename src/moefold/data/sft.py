@@ -32,7 +32,7 @@ class ScaledMembers:
     members: NDArray[np.int64]
     """Numbers of the conversations, ascending."""
     scales: NDArray[np.float64] | None = None
-    """Factor of the loss of each conversation of the files, [conversations]. None: 1."""
+    """Factor of the loss of each conversation of the files, [conversations]. None means 1."""
     message: str = ""
     """Message for the log."""
 
@@ -81,7 +81,7 @@ class PackedConversations(PackedMembers):
 
     Args:
         members: numbers of the conversations to pack.
-        scales: factor of the loss of each conversation, [conversations]. None: 1.
+        scales: factor of the loss of each conversation, [conversations]. None means 1.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def pack_conversations(
     first seq_len + 1 tokens are skipped.
 
     Args:
-        select: chooses from the conversations with a target, and scales their losses. None: all, unscaled.
+        select: chooses from the conversations with a target, and scales their losses. None means all, unscaled.
 
     Raises:
         ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data

@@ -44,7 +44,7 @@ class StreamingSampler(Sampler):
         """Start at the first document.
 
         Args:
-            order_key: key of the shuffled order within blocks. None: the order of the data.
+            order_key: key of the shuffled order within blocks. None means the order of the data.
             document_end: id that ends a document, for document numbers. -1: no document ids.
         """
         self.seq_len = seq_len

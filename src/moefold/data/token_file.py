@@ -208,7 +208,7 @@ class TokenFile:
     bin_dtype: np.dtype[np.generic] | None
     """Dtype of the ids of a raw .bin, or None for .npy, whose header has it."""
     name: str = ""
-    """Name in the recipe. Empty: the path is used."""
+    """Name in the recipe. Empty means the path is used."""
     offset_bytes: int = 0
     """Bytes of a .bin before its first id."""
 

@@ -44,7 +44,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> "Owner":
-        """Return this process."""
+        """Return the owner record of this process, with the time now."""
         this = ProcessId.current()
         return cls(this.host, this.number, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}", this.machine, this.started)
 

@@ -67,7 +67,7 @@ class RankEnv:
     """True if the rank is part of a program that continues after the run: errors are raised, and rank 0 hosts the store
     even if the launcher has a store."""
     cuda_index: int | None = None
-    """CUDA device of the rank. None: the device with the number of the local rank."""
+    """CUDA device of the rank. None means the device with the number of the local rank."""
 
     @property
     def cuda_device_index(self) -> int:
@@ -252,7 +252,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
 
 
 def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank of a SkyPilot node with one GPU or none. None: a cluster of one node, or no SkyPilot."""
+    """Return the rank of a SkyPilot node with one GPU or none. None means a cluster of one node, or no SkyPilot."""
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
     gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")

@@ -63,7 +63,7 @@ class EvalOptions(ModelOptions):
     """Settings of an evaluation, except the model and its data."""
 
     seq_len: int | None = None
-    """Tokens of a sequence. None: train.seq_len of the run, or the model's context length up to 2048."""
+    """Tokens of a sequence. None means train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
     """If True, evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8

@@ -57,7 +57,7 @@ def report_decoding(loaded: LoadedModel, run: RunConfig) -> None:
 def load_model(
     source: ModelSource, cfg: Config, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Build the model under the config's mapping and load its weights. Collective over all ranks.
+    """Build the model under the config's mapping and load its weights. It is collective over all ranks.
 
     Args:
         cfg: result of `inference_config`.

@@ -1,7 +1,4 @@
-"""Checked jobs of `moefold rollout`, made before any rank starts, without torch on the CPU.
-
-Messages name options.
-"""
+"""Checked jobs of `moefold rollout`, made before any rank starts, without torch on the CPU. Messages name options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +51,7 @@ class RolloutRequest(SamplingOptions):
     model: str
     out: Path
     prompts: Sequence[str] = ()
-    """Files of prompts. Empty: a task."""
+    """Files of prompts. Empty means a task."""
     task: Literal["", "sort", "add", "countdown"] = ""
     task_size: int = 4
     count: int = 0
@@ -64,7 +61,7 @@ class RolloutRequest(SamplingOptions):
     reward: Sequence[str] = ()
     """Names of reward functions, or empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
-    """Weight of each function. Empty: 1."""
+    """Weight of each function. Empty means 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()

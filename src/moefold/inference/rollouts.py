@@ -99,7 +99,7 @@ class RolloutCollector:
         sampling: SamplingParams,
         adjust: Adjust = lambda scores, rollouts: scores,
     ) -> CollectedRollouts:
-        """Sample and score completions. Collective over all ranks.
+        """Sample and score completions. It is collective over all ranks.
 
         Args:
             indices: numbers of the prompts, the keys of the random numbers.

@@ -59,7 +59,7 @@ class GenerateRequest:
 
 @torch.no_grad()
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
-    """Score sequences in one batch on each data-parallel rank, without cp. Collective, returned on all ranks.
+    """Score sequences in one batch on each data-parallel rank, without cp. It is collective, returned on all ranks.
 
     Sequences have at least two tokens. All tokens except the first can be scored.
     """
@@ -175,7 +175,7 @@ class Evaluation:
 
 
 def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | None" = None) -> Evaluation:
-    """Evaluate every sequence of a dataset, equal on every rank, once. Collective over all ranks.
+    """Evaluate every sequence of a dataset, equal on every rank, once. It is collective over all ranks.
 
     Each data-parallel rank runs micro_batch_size sequences at once. The first rank of the last stage writes the logits.
     """

@@ -37,7 +37,7 @@ class TextStream:
         return self._advance(is_end=False)
 
     def finish(self) -> str:
-        """Return the remaining text."""
+        """End the stream, and return the text that was held back."""
         return self._advance(is_end=True)
 
     def _advance(self, *, is_end: bool) -> str:

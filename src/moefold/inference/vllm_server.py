@@ -183,7 +183,7 @@ class VllmClient:
         """Sample the continuation of a prompt, without top-k and top-p.
 
         Args:
-            version: required version of the weights. None: any.
+            version: required version of the weights. None means any.
             deadline_s: latest end, on the clock of time.monotonic.
 
         Returns:

@@ -49,7 +49,7 @@ class ProgramRanks:
     """The ranks of a program: members of its default process group, or only this process."""
 
     def __init__(self, world: World) -> None:
-        """Find the rank of this process, and a port for the store of the run. Collective."""
+        """Find the rank of this process, and a port for the store of the run. It is collective."""
         self._world = world
         process = _Process(
             machine=ProcessId.current().machine,
@@ -71,7 +71,7 @@ class ProgramRanks:
         )
 
     def run_on_all_ranks(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call, which does not communicate, or raise an error on all ranks. Collective.
+        """Return the result of a call, which does not communicate, or raise an error on all ranks. It is collective.
 
         A rank whose call failed raises its own exception. The others raise the exception of the first such rank.
 
@@ -95,12 +95,12 @@ class ProgramRanks:
         return result[0]
 
     def value_of_rank0(self, value: Result) -> Result:
-        """Return the value of rank 0. Collective."""
+        """Return the value of rank 0. It is collective."""
         result: Result = self._world.all_gather_object(value)[0]
         return result
 
     def check_devices(self, device_type: str) -> None:
-        """Check that each rank has its own GPU. Collective.
+        """Check that each rank has its own GPU. It is collective.
 
         Raises:
             ConfigError: two ranks have the same GPU.

@@ -183,11 +183,11 @@ class JobRequest:
     grace: int | None = None
     """Seconds from SIGTERM to the end."""
     cpus_per_task: int | None = None
-    """CPU cores of a rank. None: all cores of the node, shared by its ranks."""
+    """CPU cores of a rank. None means all cores of the node, shared by its ranks."""
     mem: str = ""
     """Memory of a node, such as 512G (GiB)."""
     exclusive: bool | None = None
-    """True if the job shares its nodes with no other job. None: the default, True."""
+    """True if the job shares its nodes with no other job. None means the default, True."""
     partition: str = ""
     account: str = ""
     qos: str = ""

@@ -27,7 +27,7 @@ def compute_on_rank0(
 ) -> tuple[JsonDict, dist.Store]:
     """Gather facts from all ranks, run `compute` on rank 0 and return its result on every rank.
 
-    Collective over the whole job. It communicates through the job's store.
+    It is collective over the whole job. It communicates through the job's store.
 
     Args:
         timeout_s: limit for each of the two waits: for the ranks to join, and for the result.

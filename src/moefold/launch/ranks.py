@@ -137,8 +137,8 @@ def init_split_job(
 
     Args:
         split: the ranks that train and the ranks that sample.
-        open_group_store: called after the rendezvous. It returns the store for the process groups. None: the store of
-            the rendezvous.
+        open_group_store: called after the rendezvous. It returns the store for the process groups. None means the store
+            of the rendezvous.
 
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.

@@ -47,7 +47,7 @@ STORE_ERRORS = (dist.DistError, RuntimeError, OSError)
 
 
 def join_rendezvous(rank_env: RankEnv, timeout_s: float) -> tuple[dist.Store, str]:
-    """Connect to the job's store and wait until every rank has connected. Collective over the whole job.
+    """Connect to the job's store and wait until every rank has connected. It is collective over the whole job.
 
     The timeout holds and signals are handled even if the address belongs to another program, or the store is lost.
 

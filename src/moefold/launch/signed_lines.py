@@ -99,7 +99,7 @@ def read_secret(file: str, key: str, environment: Mapping[str, str] = os.environ
     """Return the shared secret of a file, else of the environment variable, or empty if there is none.
 
     Args:
-        file: the file. Empty: none.
+        file: the file. Empty means none.
         key: name of the setting that names the file, for messages.
 
     Raises:

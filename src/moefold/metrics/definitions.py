@@ -29,7 +29,7 @@ class Metric:
     elsewhere: str = ""
     """Name and, if different, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM. It may be empty."""
     reduce: Literal["", "sum", "mean", "max", "min"] = ""
-    """Reduction of the values of all ranks. Empty: every rank has the same value, or it is already reduced."""
+    """Reduction of the values of all ranks. Empty means every rank has the same value, or it is already reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class LineColumn:
     unit: str
     counts: str
     path: str
-    """Path of the number. Empty: the line itself has the text."""
+    """Path of the number. Empty means the line itself has the text."""
     form: Callable[[float], str]
     width: int
     """Width of a blank column."""
@@ -160,13 +160,13 @@ class DisplayPlaces:
     """Places where a number is shown in addition to metrics.jsonl, the line of a step and the page."""
 
     chart: str = ""
-    """Group of the number's chart on the board. Empty: no chart."""
+    """Group of the number's chart on the board. Empty means no chart."""
     title: str = ""
-    """Title of the chart and in `moefold inspect`. Empty: the number's name."""
+    """Title of the chart and in `moefold inspect`. Empty means the number's name."""
     curve: str = ""
-    """Curve in trackers. Empty: no curve, or `TRACKED` names the record."""
+    """Curve in trackers. Empty means no curve, or `TRACKED` names the record."""
     table: str = ""
-    """Table in `moefold inspect`, a key of `TABLES`. Empty: no table."""
+    """Table in `moefold inspect`, a key of `TABLES`. Empty means no table."""
 
 
 TABLES = {

@@ -62,9 +62,9 @@ class ExpertBalance:
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
-    """Dropped tokens divided by all routed tokens, float64 [M, L]. NaN: not recorded."""
+    """Dropped tokens divided by all routed tokens, float64 [M, L]. NaN means not recorded."""
     entropy: Array
-    """Entropy of a token's scores in nats, float64 [M, L]. NaN: not recorded."""
+    """Entropy of a token's scores in nats, float64 [M, L]. NaN means not recorded."""
 
     @property
     def cut_short(self) -> str:

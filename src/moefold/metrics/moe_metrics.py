@@ -42,7 +42,7 @@ class MoELayerMetrics:
             counts: routed tokens of each expert.
             entropy: sum over tokens.
             losses: aux loss and z-loss, including coefficients.
-            bias: bias of each expert. Empty: no bias.
+            bias: bias of each expert. Empty means no bias.
             zero_counts: routed tokens of each zero-computation expert.
         """
         counts_E = np.asarray(counts, dtype=np.float64)

@@ -255,7 +255,7 @@ class CoreAttention(Protocol):
             v: values, [S, B, G, D].
             documents: documents of the *whole* samples on every rank, or None if a sample is one document.
             sinks: a logit for each query head that takes part in the softmax, [A]. See `fold_in_sinks`.
-            scale: factor of the scores. None: 1/sqrt(D).
+            scale: factor of the scores. None means 1/sqrt(D).
 
         Returns:
             [S, B, A, D].

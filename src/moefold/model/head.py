@@ -45,9 +45,10 @@ class Head(nn.Module):
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
         self.picked_rows_N: Tensor | None = None
-        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp. None: all."""
+        """Tokens whose logits are computed while the model generates, int64 [N], and returned as S/cp. None means all.
+        """
         self.fused: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates. None: by modules."""
+        """Computes the logits [N, V/tp] of picked rows of [R, H] while the model generates. None means by modules."""
 
     def forward(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
         """Compute the logits in float32 at least, [S/(cp*tp), B, H] -> [S/cp, B, V/tp]."""

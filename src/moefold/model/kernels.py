@@ -52,9 +52,9 @@ class Kernels:
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
     qk_norm_rope: "CompiledQKNormRope | None" = None
-    """QK norm of each head together with RoPE. None: one after the other."""
+    """QK norm of each head together with RoPE. None means one after the other."""
     expert_activation: ExpertActivation | None = None
-    """Activation of routed experts. None: the activation that the experts were built with."""
+    """Activation of routed experts. None means the activation that the experts were built with."""
     attention: "CAttention | None" = None
     """Causal attention of layers without context parallelism."""
     linear_attention: "ChunkKernel | None" = None
@@ -66,9 +66,9 @@ class Kernels:
     page_reader: "FlashPages | None" = None
     """Attention of decoding on CUDA, to the pages of a cache, or None if these are gathered."""
     decode: "CDecode | None" = None
-    """Whole layers of decoding. None: the modules, one after another."""
+    """Whole layers of decoding. None means the modules, one after another."""
     decode_choice: DecodeChoice | None = None
-    """Numbers of rows that `decode` computes. None: all, with the bits of the other kernels."""
+    """Numbers of rows that `decode` computes. None means all, with the bits of the other kernels."""
     block_attention: CausalKernel | None = None
     """Attention with log-sum-exp, of all keys or causal: for sinks, and for blocks of context parallelism."""
     gemm: Gemm = TORCH_GEMM

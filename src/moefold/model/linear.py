@@ -83,7 +83,7 @@ def linear(
         weight: [N, K].
         bias: [N].
         wgrad_store: receives the delayed weight gradient, or None if it is computed with the gradient of x.
-        linear_backend: low-precision or other GEMMs. None: torch's, in the dtype of x.
+        linear_backend: low-precision or other GEMMs. None means torch's, in the dtype of x.
 
     Returns:
         [..., N].

@@ -21,7 +21,7 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     gets the gradient of its shard.
 
     Args:
-        dtype: compute dtype. None: the parameter's dtype.
+        dtype: compute dtype. None means the parameter's dtype.
     """
     if isinstance(parameter, DTensor):
         parameter = shard_in_graph(parameter)

@@ -49,7 +49,7 @@ class LowRankAdapters(nn.Module):
         return b @ a * self.scale
 
     def add(self, y: Tensor, x: Tensor, name: str) -> Tensor:
-        """Add the adapter's term to the output of a matrix for the same tokens. Local.
+        """Add the adapter's term to the output of a matrix for the same tokens. It does not communicate.
 
         Args:
             y: output of the matrix, [..., N].

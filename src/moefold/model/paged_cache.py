@@ -127,7 +127,7 @@ class PagedAttention(PagedCache):
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Cache the new keys and values, then attend. Local.
+        """Cache the new keys and values, then attend. It does not communicate.
 
         Args:
             q: queries, [R, 1, A, D].
@@ -264,14 +264,14 @@ def attend_pages(
     sinks: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention of each row to the keys at positions up to its own, within the limits. Local.
+    """Compute attention of each row to the keys at positions up to its own, within the limits. It does not communicate.
 
     Args:
         q: queries, [R, A, D].
         key_pages: [P, positions of a page, G, D].
         value_pages: [P, positions of a page, G, Dv].
         sinks: a logit for each query head that takes part in the softmax, [A].
-        scale: factor of the scores. None: 1/sqrt(D).
+        scale: factor of the scores. None means 1/sqrt(D).
 
     Returns:
         [R, A, Dv].

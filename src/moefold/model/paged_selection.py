@@ -83,12 +83,12 @@ class PagedSelection(PagedCache):
     def extend(
         self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cache the tokens of this pass, then select keys for them. Local.
+        """Cache the tokens of this pass, then select keys for them. It does not communicate.
 
         Args:
             index: projections of the pass, with its own keys only.
             key: [R, 1, G, D].
-            value: [R, 1, G, Dv]. None: parts of the keys.
+            value: [R, 1, G, Dv]. None means parts of the keys.
             window: maximum number of keys that a query sees, its own included. 0: no limit.
 
         Returns:

@@ -99,7 +99,7 @@ class SampleShards:
     num_segments = 1
     """Segments of this rank, n."""
     initial_state: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The states before the segments, which count as samples: a batch of n*B. See `InitialState`. None: zeros."""
+    """The states before the segments, which count as samples: a batch of n*B. See `InitialState`. None means zeros."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""

@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
         self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.fused: Callable[[Tensor, LayerInputs], Tensor] | None = None
-        """All layers together, while the model generates. None: one by one."""
+        """All layers together, while the model generates. None means one by one."""
 
     def set_loss(self, loss: LossFunction) -> None:
         """Set the loss of the last stage. Call it on every stage: all need the names of its terms and metrics."""

@@ -28,17 +28,18 @@ FRAME_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLoss:
-    """Minus the advantage-weighted objective of sampled tokens, and a penalty on the KL divergence from a reference.
+    """Policy-gradient loss of sampled tokens, with a penalty on the KL divergence from a reference model.
 
-    It reads these columns (see `columns`), [N, S/cp] each like "labels". "weights" carry all normalisation, 0 for
-    tokens that are not trained. "old_log_probs" are the sampler's and "reference_log_probs" the reference's, under
-    `temperature`. "trainer_log_probs" are computed by the training forward pass with the weights that sampled.
-    "advantages" are the factors of the objective. "sequence_ids" has the index of the rollout within its row, int64, -1
-    for none.
+    The first term is minus the objective, weighted by the advantages. The loss reads columns (see `columns`) of the
+    shape of "labels", [N, S/cp]:
 
-    If a correction asks for it, the ratio of the policy is taken against "trainer_log_probs" instead of
-    "old_log_probs". An objective that does not read the sampler uses the log-probabilities of this forward pass as
-    "trainer_log_probs".
+    * "weights": share of each token in the loss, with all normalisation. It is 0 for tokens that are not trained.
+    * "advantages": factor of the objective of each token.
+    * "old_log_probs", "reference_log_probs": log-probabilities of the sampler and the reference, under `temperature`.
+    * "trainer_log_probs": log-probabilities that training computes with the weights that sampled. A correction may
+      replace "old_log_probs" by them in the ratio of the policy. An objective that does not read the sampler takes
+      the log-probabilities of this forward pass.
+    * "sequence_ids": index of the rollout within its row, int64, or -1.
     """
 
     objective: ObjectivePart

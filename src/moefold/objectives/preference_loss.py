@@ -22,9 +22,12 @@ class PreferenceLoss:
     a reference. For a method with labels, sequence 2k is a completion, and sequence 2k + 1 has the same prompt with the
     completion of another prompt.
 
-    Besides "labels" there are the columns "weights" [N, S], whose sum over the tokens of sequence 2k is the share of
-    pair k in the loss, and "sequence_ids" [N, S], -1 for tokens of prompts and padding. A method with a reference has
-    its sums over each sequence in "reference_log_probs" [N, K], one with labels "is_desirable", bool [N, K / 2].
+    In addition to "labels" it reads the columns:
+
+    * "sequence_ids" [N, S]: the sequence of each token, -1 for prompts and padding.
+    * "weights" [N, S]: their sum over the tokens of sequence 2k is the share of pair k in the loss.
+    * "reference_log_probs" [N, K]: sum over each sequence, for a method with a reference.
+    * "is_desirable", bool [N, K / 2]: label of each pair, for a method with labels.
     """
 
     method: PreferencePart

@@ -1,7 +1,4 @@
-"""Autotuning: measure equivalent implementations once for each shape.
-
-All ranks choose the same implementation.
-"""
+"""Autotuning: measure equivalent implementations once for each shape. All ranks choose the same implementation."""
 
 import logging
 import math
@@ -55,7 +52,7 @@ class Autotuner:
         is_enabled: False: always take the first candidate, for bitwise reproducible runs, as the fastest candidate may
             differ between runs.
         num_ranks: ranks that must make the same choices.
-        timer: returns the milliseconds of a candidate. None: by CUDA events.
+        timer: returns the milliseconds of a candidate. None means by CUDA events.
         clock: returns seconds, for `MAX_MEASURING_S`.
     """
 
@@ -154,7 +151,7 @@ class Autotuner:
         self._times = times
 
     def settle(self, gather: Callable[[Times], Iterable[Times]]) -> Times:
-        """Let all ranks choose by the same times from now on. Collective, between steps.
+        """Let all ranks choose by the same times from now on. It is collective, between steps.
 
         Args:
             gather: returns the measured times of all ranks, in the order of ranks.

@@ -184,7 +184,7 @@ class FlashMask:
     segments: Segments | None = None
     """Documents: a query attends to the keys of its document, or None if each sample is one document."""
     query_segments: Segments | None = None
-    """The queries of each document, which belong to its last tokens, for B = 1. None: all tokens (Sq = Sk)."""
+    """The queries of each document, which belong to its last tokens, for B = 1. None means all tokens (Sq = Sk)."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
@@ -214,14 +214,14 @@ class CausalKernel(BlockKernel, Protocol):
 def attention_block(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, kernel: BlockKernel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention from the queries to the keys of one block. Without autograd. Local.
+    """Compute attention from the queries to the keys of one block, without autograd and communication.
 
     Args:
         q: queries, [Sq, B, A, D].
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
-        kernel: kernel of blocks that are "all" or "causal". None: the fastest kernel of this file.
+        kernel: kernel of blocks that are "all" or "causal". None means the fastest kernel of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -250,7 +250,7 @@ def attention_block_backward(
     block_mask: BlockMask,
     kernel: BlockKernel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients through one block. Local.
+    """Compute the gradients through one block. It does not communicate.
 
     Args:
         grad_out: gradient of the final output, [Sq, B, A, D].

@@ -23,7 +23,7 @@ class RowStatistics(NamedTuple):
 
 
 class CrossEntropyOps(Protocol):
-    """Operations on a matrix of logits [C, V/tp]. Local, without autograd."""
+    """Operations on a matrix of logits [C, V/tp]. It does not communicate, and autograd does not record it."""
 
     def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
         """Compute the statistics of each row of logits.

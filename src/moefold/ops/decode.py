@@ -56,7 +56,7 @@ class LayerWeights:
     eps: float
     """Epsilon of the two norms of the layer."""
     router: LinearWeights | None
-    """Router of an MoE layer, in float32. None: a dense layer."""
+    """Router of an MoE layer, in float32. None means a dense layer."""
     experts: tuple[Tensor, Tensor, Tensor] | None
     """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
     top_k: int
@@ -97,7 +97,7 @@ class DecodeChoice:
     passes in the same way, though another run may choose another way.
 
     Args:
-        clock: returns seconds. None: the CPU time of this thread, which other processes do not lengthen.
+        clock: returns seconds. None means the CPU time of this thread, which other processes do not lengthen.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:

@@ -29,8 +29,8 @@ class DocumentBounds:
     of_samples: tuple[tuple[int, ...], ...]
     """For each sample the first position of every document, ascending from 0, and then S."""
     placement: "Placement | None" = None
-    """Placement of the tokens of the micro-batch set, with the documents of all its samples. None: each sample is on
-    its cp ranks, as `sequence_positions` says, and this rank knows the documents of its own samples."""
+    """Placement of the tokens of the micro-batch set, with the documents of all its samples. None means each sample is
+    on its cp ranks, as `sequence_positions` says, and this rank knows the documents of its own samples."""
 
     @staticmethod
     def of_starts(starts_BS: Tensor) -> "DocumentBounds":

@@ -31,7 +31,7 @@ def exact_topk(
     Args:
         scores: [R, N], float32, bfloat16 or float64. Values outside of a row's positions are not read.
         k: number of positions to select, at least 1. It may exceed N.
-        starts: first position of each row, int32 [R]. None: 0. Clamped to [0, N].
+        starts: first position of each row, int32 [R]. None means 0. Clamped to [0, N].
         stops: position after the last of each row, int32 [R]. None: N. Clamped to [0, N]. At or below its start, the
             row has no positions.
         guess: positions that probably are in the result, int32 [R, G], such as the result of the previous row or step.

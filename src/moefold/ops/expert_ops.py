@@ -114,7 +114,7 @@ class PermuteMap:
     row_TK: Tensor
     """Row of each routed token, [T, K]."""
     kept_TK: Tensor | None
-    """Routed tokens that have a row, bool [T, K]. None: all."""
+    """Routed tokens that have a row, bool [T, K]. None means all."""
     has_padding: bool
     """True: there may be padding rows. False: every row is gathered by its index."""
 
@@ -188,7 +188,7 @@ class ExpertGradients:
 
 
 class ExpertOps(Protocol):
-    """Forward and backward pass of a set of experts over their tokens. Local, without autograd."""
+    """Forward and backward pass of a set of experts over their tokens, without autograd and communication."""
 
     @property
     def fuses_permutation(self) -> bool:
@@ -205,7 +205,7 @@ class ExpertOps(Protocol):
         ...
 
     def weight_dtype(self, x: Tensor) -> torch.dtype | None:
-        """Return the dtype that the matrices must have for tokens such as x. None: any."""
+        """Return the dtype that the matrices must have for tokens such as x. None means any."""
         ...
 
     def forward(

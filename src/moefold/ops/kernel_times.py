@@ -41,7 +41,7 @@ def read_times(environment: Environment, cache_dir: Path | None = None) -> Times
 
     Args:
         environment: see `kernel_environment`.
-        cache_dir: cache folder. None: the default folder.
+        cache_dir: cache folder. None means the default folder.
     """
     for folder in cache_folders(cache_dir):
         path = folder / _name(environment)
@@ -64,7 +64,7 @@ def add_times(environment: Environment, times: Times, cache_dir: Path | None = N
 
     Args:
         times: octaves with a candidate that raised are left out, so that it is tried, and named, again.
-        cache_dir: cache folder. None: the default folder.
+        cache_dir: cache folder. None means the default folder.
 
     Returns:
         The file, or None if no folder can be written, after a warning.

@@ -73,7 +73,7 @@ class PreparedChunks(Protocol):
         ...
 
     def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs [S, B, A, Dv] and the last states, given the first states [B, A, D, Dv]. None: zeros."""
+        """Return the outputs [S, B, A, Dv] and the last states, given the first states [B, A, D, Dv] or zeros."""
         ...
 
 
@@ -91,12 +91,12 @@ class ChunkKernel(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedLinearAttention:
-    """Gated linear attention in chunks, differentiable. Only `initial_state` communicates.
+    """Function that computes gated linear attention in chunks, with a gradient. Only `initial_state` communicates.
 
     Attributes:
         chunk_size: tokens of a chunk, C. It changes results only by rounding.
         initial_state: computes the states before the tokens from earlier tokens on other ranks, or None with `state`.
-        kernel: implementation for the tensors that it supports. None: torch operations for all.
+        kernel: implementation for the tensors that it supports. None means torch operations for all.
     """
 
     chunk_size: int = LINEAR_CHUNK_SIZE
@@ -116,7 +116,7 @@ class ChunkedLinearAttention:
         """Compute the results of `recurrent_linear_attention`, which describes the other arguments.
 
         Args:
-            state: the states before the first token, [B, A, D, Dv]. None: zeros, or the states of `initial_state`.
+            state: the states before the first token, [B, A, D, Dv]. None means zeros, or the states of `initial_state`.
             is_start_SB: whether a document starts at a token, before which its state is zero, bool [S, B].
 
         Returns:
@@ -400,7 +400,7 @@ def causal_convolution(
         previous_KBC: the K-1 tokens before the first token, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]. Tokens before them do not count.
         activation: function of the sums before they are rounded.
-        kernel: implementation for the tensors that it supports, without activation and with `F.silu`. None: torch
+        kernel: implementation for the tensors that it supports, without activation and with `F.silu`. None means torch
             operations for all.
 
     Returns:

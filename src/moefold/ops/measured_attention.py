@@ -24,7 +24,7 @@ def measured_causal_sdpa(tuner: Autotuner, q: Tensor, k: Tensor, v: Tensor, scal
         q: queries, [S, B, A, D].
         k: keys, [S, B, G, D].
         v: values, [S, B, G, Dv].
-        scale: factor of the scores. None: 1 / sqrt(D).
+        scale: factor of the scores. None means 1 / sqrt(D).
     """
     names = sdpa_backends(q, v)
     timed = {name: partial(_both_passes, backend, q, k, v, scale) for name, backend in names.items()}

@@ -1,9 +1,9 @@
 """Attention of single tokens to the keys and values of a paged cache (arXiv:2309.06180 sec. 4): decoding.
 
-A cache has P pages of N = `PAGE_POSITIONS` positions, for all key/value heads of this rank: keys [P, G, D, N], whose
-last dim is the position, and values [P, G, N, D], in one dtype. A row is one token of one sample. Position i of its
-sample is slot i % N of page page_table[row, i // N]. The token attends to the first `length` positions, of which the
-last is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
+A cache has P pages of N = `PAGE_POSITIONS` positions, for all key/value heads of this rank. Keys are [P, G, D, N] and
+values [P, G, N, D], in one dtype. A row is one token of one sample. Position i of its sample is slot i % N of page
+page_table[row, i // N]. The token attends to the first `length` positions, the last of which is its own. Consecutive
+tokens of a sample, or samples with one prompt, may share pages.
 
 `ops/cpu/paged_attention.py` implements it. Without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """

@@ -59,7 +59,7 @@ class FlashPages:
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute softmax attention, with scores divided by sqrt(D). Local.
+        """Compute softmax attention, with scores divided by sqrt(D). It does not communicate.
 
         Args:
             q_RAD: queries, [R, A, D]. Head a reads key/value head a // (A/G).

@@ -14,7 +14,7 @@ from moefold.ops.quantization.formats import pack, unpack
 
 
 class PermuteOps(Protocol):
-    """Permutation of tokens, and the combine with its gradient. Local, without autograd."""
+    """Permutation of tokens, and the combine with its gradient, without autograd and communication."""
 
     def permute(self, x_TH: Tensor, permutation: Permutation) -> Tensor:
         """Copy each token into the rows of its experts: [T, H] -> [R, H], of any dtype, with zeros in padding rows."""
@@ -26,7 +26,7 @@ class PermuteOps(Protocol):
         Args:
             y_RH: rows. Padding rows and rows after the last kept token are not read.
             permutation: permutation of the rows. Tokens that were not kept count as zero.
-            probs_TK: routing probabilities. None: 1, which makes this the adjoint of `permute`.
+            probs_TK: routing probabilities. None means 1, which makes this the adjoint of `permute`.
         """
         ...
 
@@ -92,7 +92,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
 
     Args:
         row_TK: rows of each token, int64.
-        weights_TK: weights of any dtype. None: 1.
+        weights_TK: weights of any dtype. None means 1.
     """
     if len(y_RH) == 0:
         return y_RH.new_zeros(len(row_TK), y_RH.shape[1])

@@ -1,7 +1,4 @@
-"""Rotary position embedding (RoPE).
-
-On CPU half-split pairs are rotated without temporaries or tensors saved from x.
-"""
+"""Rotary position embedding (RoPE). On CPU half-split pairs are rotated without temporaries or tensors saved from x."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,7 +73,7 @@ class NoRope:
     positions: Tensor | None = None
     """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document, or None if not known."""
     query_scale: Tensor | None = None
-    """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]. None: 1."""
+    """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]. None means 1."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [S, B, heads, D]."""

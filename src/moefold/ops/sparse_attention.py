@@ -98,12 +98,12 @@ def sparse_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax attention of each query over its selected keys. Local.
+    """Compute softmax attention of each query over its selected keys. It does not communicate.
 
     Args:
         q: queries, [S, B, A, D].
         k: keys, [N, B, G, D]. Query head a reads head a // (A/G).
-        v: values, [N, B, G, Dv]. None: the first `value_dim` dims of the keys.
+        v: values, [N, B, G, Dv]. None means the first `value_dim` dims of the keys.
         selected_SBK: keys of each query, int32 [S, B, K], -1 in empty places. Each query has at least one key.
         value_dim: Dv.
         scale: factor of the scores.
@@ -296,7 +296,7 @@ class _LossBlock(NamedTuple):
     target_RK: Tensor
     weights_R: Tensor
     key_rows: Tensor | None = None
-    """Rows of the sample's keys, of all queries one after the other. None: `keys` are the keys of the sample."""
+    """Rows of the sample's keys, of all queries one after the other. None means `keys` are the keys of the sample."""
 
 
 def _index_loss(index: IndexTensors, blocks: Iterable[_LossBlock]) -> Tensor:

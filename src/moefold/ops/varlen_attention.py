@@ -4,7 +4,8 @@ A query attends to the keys up to its own place and inside its window. Only visi
 kernel of CUDA and the C kernel of a CPU compute all tasks in one call, on keys that are copied for each task. Elsewhere
 a task is a causal block over its own rows and a block over earlier keys (`attention_block`), read in place.
 
-Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, without autograd.
+Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. It does not communicate, and autograd does not record
+it.
 """
 
 from collections.abc import Iterator
@@ -155,7 +156,7 @@ class TaskAttention:
 
     @cached_property
     def _copied_keys(self) -> Tensor | None:
-        """Rows of the keys of all tasks, one task after the other, int64. None: all rows in their order."""
+        """Rows of the keys of all tasks, one task after the other, int64. None means all rows in their order."""
         firsts = self._keys[:, 0]
         stops = self._keys[:, 1]
         if firsts[0] == 0 and (firsts[1:] == stops[:-1]).all():

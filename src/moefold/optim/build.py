@@ -28,13 +28,13 @@ class OptimizerRun:
     weights: Mapping[str, ParamSpec]
     """Every parameter of the model, unsharded, by name."""
     stage: Group | None
-    """The ranks that together hold the parameters of this rank's stage. None: a measurement without ranks."""
+    """The ranks that together hold the parameters of this rank's stage. None means a measurement without ranks."""
     lr: float
     """Learning rate of the first step. `optim.states.set_learning_rate` sets it before each."""
     seed: int
     """Seed of the run."""
     state_store: StateStore | None = None
-    """Store of the moments. None: on the device."""
+    """Store of the moments. None means on the device."""
 
     @property
     def store(self) -> StateStore:
@@ -56,7 +56,7 @@ def build_optimizer(
     Args:
         parameters: parameters of this rank, by name.
         stage: the ranks that together hold the parameters.
-        state_store: store of the moments. None: on the device.
+        state_store: store of the moments. None means on the device.
 
     Raises:
         ConfigError: there is not enough memory or disk space for the moments, or an optimizer of another package has

@@ -61,7 +61,7 @@ class OuterOptimizer(OuterWeights):
         """Begin the training of the next round, while the exchange of this round runs. Local."""
 
     def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
-        """Undo `begin_next` after a failed exchange, whose round is not applied. Local.
+        """Undo `begin_next` after a failed exchange, whose round is not applied. It does not communicate.
 
         Args:
             delta: result of `difference`. The residual has not changed since.
@@ -119,7 +119,7 @@ class OuterOptimizer(OuterWeights):
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
-        """Set the residual to the coding error of a round, once the round is certain. Local.
+        """Set the residual to the coding error of a round, once the round is certain. It does not communicate.
 
         Args:
             sent: result of `difference`.
@@ -143,7 +143,7 @@ class OuterOptimizer(OuterWeights):
         *,
         keep_local: float = 0.0,
     ) -> OuterNorms:
-        """Take the outer step of a round. Local.
+        """Take the outer step of a round. It does not communicate.
 
         Args:
             delta: result of `difference` for the round.

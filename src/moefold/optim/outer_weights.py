@@ -213,7 +213,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:
-        """Continue from outer weights and momentum that were just written: the weights become the outer weights. Local.
+        """Continue from outer weights and momentum that were just written, without communication.
 
         Args:
             num_rounds: rounds of these outer weights.
@@ -260,7 +260,7 @@ class OuterWeights:
 
         Args:
             fragments: the fragments of the round.
-            mean: the mean. None: entries to load a checkpoint into.
+            mean: the mean. None means entries to load a checkpoint into.
         """
         entries = {}
         names = self.names(fragments)

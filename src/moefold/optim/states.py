@@ -37,7 +37,7 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 
 @torch.no_grad()
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zero the moments of every parameter, and the step count of the bias correction, in place. Local.
+    """Zero the moments of every parameter, and the step count of the bias correction, without communication.
 
     The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored.
     """

@@ -1,4 +1,4 @@
-"""Batch of a rank: tokens, and columns by name, split into micro-batches for every runner."""
+"""Batch of a rank: tokens, labels and other columns, as every runner of micro-batches reads them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,33 +9,32 @@ from torch import Tensor
 from moefold.ops.documents import DocumentBounds
 
 DOCUMENT_BOUNDS = "document_bounds"
-"""Keyword argument of a stage."""
+"""Name of the argument by which a pipeline stage gets the document bounds of its micro-batch."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's shard of a global batch: tokens, and columns by name.
+    """Shard of a global batch that one rank holds: tokens, and columns by name.
 
-    Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
-    over cp, [N, ..., S/cp] for N = num_micro_batches * B samples. A column per sample [N, ...] is whole on every cp
-    rank. `BatchSharder` makes these columns, and the columns of the samples:
+    Dim 0 of every tensor is the N = num_micro_batches * B samples of the rank, micro-batch by micro-batch. A *column
+    per token* is sharded over cp, [N, ..., S/cp]. A *column per sample* [N, ...] is whole on every cp rank.
+    `BatchSharder` makes them:
 
-    * "labels": next tokens, int64 [N, S/cp].
-    * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
+    * "labels": the next tokens, int64 [N, S/cp].
+    * "weights": share of each token in the loss, [N, S/cp]. It is 1/(target tokens of the global batch), or 0.
     * "sample_ids": index of each sample in the global batch, int64 [N].
-    * "mtp_labels", with multi-token prediction (MTP): the tokens after the next token, int64 [N, mtp_layers, S/cp].
-    * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp], 0 after the sample's end.
-    * "document_starts", if samples hold several documents: start position of each token's document, int64 [N, S]. It is
-      a column per sample, as attention crosses shards. Attention stays within a document. The starts are also in
-      `document_bounds`, as the host cannot read a column on a GPU without waiting.
-    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers, [N,
-      S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
+    * "mtp_labels": the tokens after the next token, for multi-token prediction, int64 [N, mtp_layers, S/cp].
+    * "mtp_weights": share of each of them in the loss of its depth, [N, mtp_layers, S/cp]. It is 0 after the sample.
+    * "document_starts": start of each token's document, int64 [N, S], if samples hold several documents. It is per
+      sample because attention crosses shards. `document_bounds` has the same starts on the host, which cannot read a
+      tensor of a GPU without waiting.
+    * "token_weights": share of each token in the auxiliary losses of the routers, [N, S/cp], if the global batch has
+      padding. It is 1/(tokens of the global batch), or 0 for padding, which is not routed.
 
-    Where `parallel.context` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are not
-    samples. "document_starts" is a column per token then, and two more columns say which tokens they are:
+    If `parallel.context` moves tokens, a row holds tokens of several samples. Then "document_starts" is per token,
+    "sample_ids" are the samples of rows that did not move, and two columns identify the tokens:
 
-    * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp]. "sample_ids" are the samples
-      of unmoved rows.
+    * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp].
     * "positions": position of each token in its sample, int64 [N, S/cp].
     """
 
@@ -47,12 +46,13 @@ class Batch:
     num_tokens: int | None = None
     """Input tokens of the global batch over all ranks, without padding, or None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
-    """Number of micro-batches of this batch. None: the recipe's number. Pipelines always run the recipe's number."""
+    """Number of micro-batches of this batch. None means the recipe's number. Pipelines always run the recipe's number.
+    """
     mismatch_limit: float | None = None
     """Limit on the mismatch of sampler and training in this batch, or None if it is not judged."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors."""
+        """Return the tokens and every column."""
         return (self.tokens, *self.columns.values())
 
     def placed_samples(self) -> tuple[int, ...] | None:

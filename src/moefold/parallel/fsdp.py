@@ -170,9 +170,9 @@ def reshard_parameters(stages: Sequence[nn.Module]) -> None:
 def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Gather the parameters once for all forward passes without gradients inside this context, then free them.
 
-    Collective over the data-parallel ranks when it is entered. Inside, the ranks may run different numbers of passes.
-    The parameters must not change inside. The layers of multi-token prediction, which run in training only, are not
-    gathered.
+    It is collective over the data-parallel ranks when it is entered. Inside, the ranks may run different numbers of
+    passes. The parameters must not change inside. The layers of multi-token prediction, which run in training only, are
+    not gathered.
     """
     modules = [module for stage in stages for module in _forward_fsdp_modules(stage)]
     for stage in stages:

@@ -174,7 +174,7 @@ class FSDPCommHooks:
         self.dense.is_enabled = self.experts.is_enabled = True
 
     def are_local_grads_finite(self, device: torch.device) -> bool:
-        """Return whether this rank's gradients were finite before reduction. Collective."""
+        """Return whether this rank's gradients were finite before reduction. It is collective."""
         squares = [
             all_reduce_sum(dots.pop(device).diagonal(), dots.group)[dots.group.rank]
             for dots in (self.dense, self.experts)
@@ -183,7 +183,7 @@ class FSDPCommHooks:
 
 
 def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:
-    """Install the communication hooks on all FSDP modules of the stages. Collective."""
+    """Install the communication hooks on all FSDP modules of the stages. It is collective."""
     dense, experts = (
         PerRankGradDots(
             group,

@@ -44,7 +44,7 @@ class ForwardChain:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int, token_weights: Tensor | None = None) -> Tensor | None:
-        """Run one batch. Collective over all ranks. Each data-parallel rank has its own batch.
+        """Run one batch. It is collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
             tokens: int64 [B, S]. On a rank without the first stage only its shape matters.
@@ -82,7 +82,7 @@ class ForwardChain:
         self._pending_sends.clear()
 
     def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
-        """Broadcast a tensor from the last stage to the ranks of the same attention coordinates. Collective over pp.
+        """Broadcast a tensor from the last stage to the ranks of its pp group. It is collective over pp.
 
         Args:
             x: the tensor to send. Elsewhere it is a tensor of the same shape and dtype.
@@ -155,7 +155,7 @@ class InferenceModel(ShardedStages):
         Args:
             tokens: int64 [B, S/cp]. On other stages than the first only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers. None: S/(cp*tp).
-            is_token: tokens that are not padding, bool [B, S/cp]. None: all. Padding is not routed.
+            is_token: tokens that are not padding, bool [B, S/cp]. None means all. Padding is not routed.
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.
@@ -168,5 +168,5 @@ class InferenceModel(ShardedStages):
         self.chain.wait_send()
 
     def gather_to_first(self, x: Tensor) -> Tensor | None:
-        """Stack the tensors of this stage's ranks, [dp*cp*tp, ...], on its first rank. None elsewhere. Collective."""
+        """Stack the tensors of this stage's ranks on its first rank, [dp*cp*tp, ...]. It is collective."""
         return gather_to_first(x, self.groups.attn.stage)

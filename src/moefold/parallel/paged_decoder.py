@@ -100,7 +100,7 @@ def _describe_paths(paths: Sequence[str]) -> str:
 
 @contextmanager
 def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
-    """Prepare a model for forward passes without gradients, and return its stages. Collective over all ranks.
+    """Prepare a model for forward passes without gradients, and return its stages. It is collective over all ranks.
 
     The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP, and
     it is in evaluation mode. They must not change inside.
@@ -139,18 +139,18 @@ def _cast_once(model: ParallelModel) -> Iterator[None]:
 
 
 class PagedDecoder:
-    """Context manager for passes over a paged cache, which sets the stages to generation and back.
+    """Context manager for passes over a paged cache. It sets these attributes, and restores them at its end.
 
     * `TokenMixer.open_caches`: attention reads the cache of its layer.
-    * `SequenceParallel.split_unevenly`: a pass has any number of tokens, and `Head.picked_rows_N` those with logits.
-    * `MoELayer.decoding_dispatcher`: the all-to-all if the layer's needs equal token counts or moves experts.
-    * `Router.override`: a `RoutingCache` if choices are recorded.
-    * `Block.fused` of a layer that a kernel computes whole, `Transformer.fused` of a stage with only such layers, and
-      `Head.fused` after such layers.
+    * `SequenceParallel.split_unevenly`: a pass may have any number of tokens.
+    * `Head.picked_rows_N`: only some tokens have logits.
+    * `MoELayer.decoding_dispatcher`: the all-to-all, if the layer's own needs equal token counts or moves experts.
+    * `Router.override`: a `RoutingCache`, if choices are recorded.
+    * `Block.fused`, `Transformer.fused`, `Head.fused`: a kernel for a layer, for a stage of such layers, for the head.
 
     Args:
         chain: from `forward_chain`, under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
-        records_routing: whether the chosen experts are recorded for `recorded_choices`.
+        records_routing: record the chosen experts for `recorded_choices`.
     """
 
     def __init__(self, chain: ForwardChain, size: CacheSize, *, records_routing: bool = False) -> None:
@@ -283,7 +283,7 @@ class PagedDecoder:
                 cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
-        """Run one pass. Collective over all ranks. Each rank of dp and cp has its own rows, or none.
+        """Run one pass. It is collective over all ranks. Each rank of dp and cp has its own rows, or none.
 
         Args:
             tokens_R: int64 [R].

@@ -117,11 +117,11 @@ class ParallelModel(ShardedStages):
 
     @contextmanager
     def evaluating(self, passes: str, loss: LossFunction | None = None) -> Iterator[None]:
-        """Switch to evaluation inside this context, where the weights must not change. Collective at its end.
+        """Switch to evaluation inside this context, where the weights must not change. It is collective at its end.
 
         Args:
             passes: description of the passes, for an error.
-            loss: loss of the last stage inside this context, with as many terms. None: the loss of the model.
+            loss: loss of the last stage inside this context, with as many terms. None means the loss of the model.
 
         Raises:
             RunError: a rank had no room for the tokens of its experts, so the results are wrong.

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
     """Build this rank's stages, shard them along every axis, and initialise the weights.
 
-    Collective over the world. No rank holds full parameters at any time.
+    It is collective over the world. No rank holds full parameters at any time.
 
     Args:
-        loss: the loss of the last stage. None: the recipe's loss.
+        loss: the loss of the last stage. None means the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
     loss = loss or recipe_loss(cfg.align, cfg.train)

@@ -28,7 +28,7 @@ class PeerExperts:
     """Expert weights of a stage for inference, in memory that its ep ranks share.
 
     The parameters of the experts become views of this rank's part. The layers compute with the weights of all experts,
-    and dispatch their tokens locally. Collective over ep.
+    and dispatch their tokens locally. It is collective over ep.
 
     Args:
         stage: sharded over ep, with tp = etp = 1, on the CPU.
@@ -55,7 +55,7 @@ class PeerExperts:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let the ranks change their parts of the weights inside this context. Collective over ep.
+        """Let the ranks change their parts of the weights inside this context. It is collective over ep.
 
         No rank enters before all have stopped reading, and no rank leaves before all have written.
         """

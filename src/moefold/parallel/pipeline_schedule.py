@@ -90,7 +90,8 @@ class PipelineSchedule:
 
     Args:
         comm_timer: counts the passes of the stages as working.
-        pairs: resumes the forward pass of a slot during its backward pass. None: the passes run one after the other.
+        pairs: resumes the forward pass of a slot during its backward pass. None means the passes run one after the
+    other.
     """
 
     def __init__(

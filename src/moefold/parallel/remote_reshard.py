@@ -112,7 +112,7 @@ class WeightSender:
     def send(self) -> list[PendingSend]:
         """Copy the weights that the sampling ranks need from this rank, and start to send them.
 
-        Local. With adapters it is collective over a pipeline stage, whose ranks gather the adapters.
+        It does not communicate. With adapters it is collective over a pipeline stage, whose ranks gather the adapters.
         """
         # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)
@@ -137,7 +137,7 @@ class ReceivedWeights:
 
 
 class WeightReceiver:
-    """Receives the weights of the model that samples from the ranks that train. Collective over the sampling ranks.
+    """Receives the weights of the model that samples. It is collective over the sampling ranks.
 
     Args:
         max_bucket_bytes: maximum bytes that this rank receives in one bucket.

@@ -143,7 +143,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def find_divergences(self, batch: Batch, host_facts: Sequence[HostFact]) -> tuple[Divergence, ...]:
-        """Return the divergences between ranks, the same list on every rank. Collective over all ranks.
+        """Return the divergences between ranks, the same list on every rank. It is collective over all ranks.
 
         If all values are equal, each rank sends only two numbers per axis, once.
 

@@ -167,7 +167,7 @@ def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
 
 
 def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor of every rank. Collective."""
+    """Return the dtype of every tensor of every rank. It is collective."""
     dtypes: dict[str, torch.dtype] = {}
     for rank_dtypes in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
         dtypes |= rank_dtypes

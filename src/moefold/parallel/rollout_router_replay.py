@@ -105,7 +105,7 @@ class RolloutReplay:
             layer.router.override = self._layer_routing[number]
 
     def fetch(self, tokens: PackedTokens, recorded: Mapping[int, ExpertIds]) -> BatchRouting:
-        """Get the choices of this rank's shard of a batch from the ranks that sampled it. Collective over all ranks.
+        """Get the choices of this rank's shard of a batch from the ranks that sampled it. It is collective.
 
         Args:
             recorded: choices of the rollouts that this rank sampled, by index of the rollout, [`sampled_layers`, tokens

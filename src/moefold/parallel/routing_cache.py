@@ -64,7 +64,7 @@ class RoutingCache:
 
 
 def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.device) -> list[NDArray[np.integer]]:
-    """Combine the choices that each tensor-parallel rank recorded for its rows. Collective over tp.
+    """Combine the choices that each tensor-parallel rank recorded for its rows. It is collective over tp.
 
     Args:
         choices: choices of each completion on this rank, [MoE layers of this rank, tokens, K], 0 for rows of other

@@ -37,7 +37,7 @@ class _Gathered:
 
 
 def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
-    """Let FSDP modules gather into memory that the members of an exchange share. Collective over its group.
+    """Let FSDP modules gather into memory that the members of an exchange share. It is collective over its group.
 
     Modules that have been gathered before stay unchanged. So do modules with a parameter that is cut along another dim
     than the first, because its shards are not contiguous in the gathered parameter.

@@ -104,7 +104,7 @@ class IdentityPreference(PreferencePart, kind="ipo"):
         return (scores.first - scores.second - 1 / (2 * self.beta)).square()
 
     def formula(self) -> PreferenceFormula:
-        """Return the square."""
+        """Return the squared error of IPO in float64, for the oracle."""
 
         def loss(pairs: OraclePairs) -> "Tensor":
             difference = pairs.first - pairs.seconds[pairs.pair]

@@ -23,7 +23,7 @@ class BestScoresChoice(ChoicePart, kind="topk"):
     scores_decide: ClassVar[bool] = True
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
-        """Return the best experts."""
+        """Choose the experts with the highest choice values."""
         return inputs.best(inputs.ranking_TE)
 
     def formula(self) -> ChoiceFormula:

@@ -29,7 +29,7 @@ class DropOverMicroBatch(DropScopePart, kind="full_sequence"):
             yield Problem("moe.pad_to_capacity", True, rule, way_out)
 
     def formula(self) -> Callable[[int, Positions], Positions]:
-        """Return all positions."""
+        """Return the function to the drop scopes of a sample: one, with all positions."""
         return lambda length, chunks: [range(length)]
 
 

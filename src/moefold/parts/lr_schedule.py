@@ -20,7 +20,7 @@ class ConstantRate(LrSchedulePart, kind="constant"):
     """Stay at the peak."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
-        """Return the peak."""
+        """Return the learning rate of a step: always the peak."""
         return peak
 
     def formula(self) -> Callable[[float, int, int, int], float]:

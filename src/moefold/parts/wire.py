@@ -22,7 +22,7 @@ class ComputeDtypeWire(WirePart, kind="dtype"):
     """The compute type of the model."""
 
     def formula(self) -> Callable[["Tensor"], "Tensor"]:
-        """Return the identity."""
+        """Return the identity, because tokens are sent in the dtype of the run."""
         return lambda rows: rows
 
 

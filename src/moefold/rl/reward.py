@@ -48,7 +48,8 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]. NaN: no function with a weight did."""
+    """Weighted sum over the functions that returned a number, [completions]. NaN means no function with a weight did.
+    """
     by_function: Mapping[str, NDArray[np.float64]]
     """Results of each of several functions, [completions], by its name in metrics, or NaN for None."""
 

@@ -68,11 +68,11 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     """[G]."""
     scores: NDArray[np.float64]
-    """Result of the reward function, or weighted sum of several, [G]. NaN: no result."""
+    """Result of the reward function, or weighted sum of several, [G]. NaN means no result."""
     rewards: NDArray[np.float64]
     """Scores after the rules on truncated and long rollouts, [G]."""
     by_function: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Results of each of several reward functions, [G], by its name. NaN: no result."""
+    """Results of each of several reward functions, [G], by its name. NaN means no result."""
 
     @property
     def is_mixed(self) -> bool:

@@ -157,7 +157,7 @@ class AttentionPlan:
         """Compute the rows that are sent.
 
         Args:
-            rank: compute only the rows that this rank sends or receives, which is faster. None: all rows.
+            rank: compute only the rows that this rank sends or receives, which is faster. None means all rows.
         """
         tasks = np.arange(len(self.compute_ranks_K)) if rank is None else self._tasks_of(rank)
         compute_ranks = self.compute_ranks_K[tasks]
@@ -232,7 +232,7 @@ def plan_attention(
     pool: int = 0,
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of a micro-batch set. Deterministic: every rank computes the same plan.
+    """Plan the attention of a micro-batch set. It is deterministic: every rank computes the same plan.
 
     With a tolerance, no rank of a pool has more than (1 + tolerance) times the mean work of the pool, plus the work of
     one block at the end of the longest document. A rank with more work gives rows from the ends of its tasks to a rank
@@ -341,7 +341,7 @@ class _Balancer:
         """Ranks below the limit with their pairs, by node and, under -1, for all nodes. Old entries are skipped."""
 
     def moves(self) -> Iterable[_Move]:
-        """Yield the moves."""
+        """Yield the moves of attention rows from ranks above the limit to ranks below it."""
         sources = [rank for rank in self._ranks if self._pairs[rank] > self._limit]
         if not sources:
             return

@@ -2,9 +2,8 @@
 
 A rank runs the operations of its plan in order. The plan comes from one simulated execution of all ranks. There a
 message is sent and its receive posted at the same point of a common order, and a send is waited for after that point.
-So all operations of all ranks have one common order that each rank follows, and an operation waits only for earlier
-operations: no rank can deadlock, whether messages pass each other or queue up per pair of ranks or per rank, and
-whether `isend` and `irecv` block or not.
+Each rank follows this order, and an operation waits only for earlier operations, so that no rank can deadlock. This
+holds for messages in any order, for queues of a pair of ranks or of a rank, and if `isend` and `irecv` block.
 
 A receive is posted when its message is sent in the simulation, at most `CHANNEL_CAPACITY` ahead of the stage that needs
 it. A sent tensor is released once its message is consumed there. The memory does not grow with the number of

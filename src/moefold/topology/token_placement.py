@@ -111,7 +111,7 @@ def document_bounds(shape: MicroBatchSetShape, documents_of_samples: Sequence[Se
 
 
 def place_tokens(kind: TokenPlacement, shape: MicroBatchSetShape, bounds_N: Integers, block: int = 1) -> Placement:
-    """Place the tokens of a micro-batch set. Deterministic: every rank computes the same placement.
+    """Place the tokens of a micro-batch set. It is deterministic: every rank computes the same placement.
 
     Args:
         kind: "samples": each sample is split over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp

@@ -22,7 +22,7 @@ class AdapterWeights:
     """The base weights of a run, with the metadata that its checkpoints store."""
 
     base: Path | None
-    """Folder of the base weights. None: random weights of the seed, which are not in a file."""
+    """Folder of the base weights. None means random weights of the seed, which are not in a file."""
     settings: dict[str, Any]
     """Settings of the adapters for checkpoints, see `adapter_settings`."""
 
@@ -30,7 +30,7 @@ class AdapterWeights:
     def open(
         lora: LoraConfig, checkpoint: CheckpointConfig, groups: ParallelGroups, resumed: Path | None
     ) -> "AdapterWeights":
-        """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from. Collective.
+        """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from. It is collective.
 
         Args:
             resumed: the checkpoint to resume from, or None for a new run.
@@ -53,7 +53,7 @@ class AdapterWeights:
 
 
 def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
-    """Load the adapters that lora.init_from names, and return a description. Collective.
+    """Load the adapters that lora.init_from names, and return a description. It is collective.
 
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.

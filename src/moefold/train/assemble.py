@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def open_data(
     cfg: Config, model: ParallelModel, position: Position, data: "ProgramData | None"
 ) -> tuple[DataLoader, list[StageCallback]]:
-    """Return the data loader and the callbacks that need it. Collective."""
+    """Return the data loader and the callbacks that need it. It is collective."""
     loader = DataLoader(cfg, model, position, data)
     callbacks: list[StageCallback] = [PeriodicEvaluation(cfg.train, cfg.run.steps)]
     if chosen_in(cfg.align, AlignmentPart).has_reference:
@@ -42,7 +42,7 @@ def open_data(
 def open_rollouts(
     cfg: Config, model: ParallelModel, position: Position, link: "JobLink | None", resources: ExitStack
 ) -> "tuple[RolloutLoader, list[StageCallback]]":
-    """Return the source of rollouts and the callbacks that need it. Collective.
+    """Return the source of rollouts and the callbacks that need it. It is collective.
 
     Args:
         resources: ends the processes that compute rewards.

@@ -50,7 +50,7 @@ class MicroBatchSetPlacer:
     def move_tokens(
         self, columns: Columns, bounds: Sequence[DocumentBounds]
     ) -> tuple[dict[str, NDArray[Any]], tuple[DocumentBounds, ...]]:
-        """Send the tokens of this data-parallel rank's samples to the ranks of their slots. Collective over dp.
+        """Send the tokens of this data-parallel rank's samples to the ranks of their slots. It is collective over dp.
 
         Args:
             columns: columns of this rank's samples, equal on its cp ranks.
@@ -85,7 +85,7 @@ class MicroBatchSetPlacer:
         }, placed
 
     def _place_sets(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
-        """Return the bounds with the placement of each micro-batch set. Collective over dp.
+        """Return the bounds with the placement of each micro-batch set. It is collective over dp.
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """

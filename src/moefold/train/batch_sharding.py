@@ -73,7 +73,7 @@ class BatchBuilder:
         return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def count_inputs(self, samples: SampleBatch) -> InputCount:
-        """Count the inputs of a global batch for `build_batch`. Collective over dp.
+        """Count the inputs of a global batch for `build_batch`. It is collective over dp.
 
         Args:
             samples: the samples of this rank, the same number as on each other rank.

@@ -36,7 +36,7 @@ class DataFingerprints:
 
 
 def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
-    """Fingerprint the data files on rank 0 and compare them with every rank's. Collective over the world.
+    """Fingerprint the data files on rank 0 and compare them with every rank's. It is collective over the world.
 
     Raises:
         ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt.
@@ -69,7 +69,7 @@ class RunDataFiles:
     """The data files of a run, as they are now and as the run began with them."""
 
     def __init__(self, order: SampleOrder, data: DataConfig, position: Position) -> None:
-        """Fingerprint the files. Collective.
+        """Fingerprint the files. It is collective.
 
         Raises:
             ConfigError: ranks see different files.
@@ -103,7 +103,7 @@ class RunDataFiles:
         return found, moved_data_message(found, self.order)
 
     def token_files(self, vocab_size: int, meta: CheckpointMeta | None) -> "TokenFileSet | None":
-        """Return the token files of the run, with its dropped files, or None for other kinds of data. Collective.
+        """Return the token files of the run, with its dropped files, or None for other kinds of data. It is collective.
 
         Args:
             meta: metadata of the checkpoint whose data the run continues, or None for a new run.

@@ -45,7 +45,7 @@ class DataLoader:
     def __init__(
         self, cfg: Config, model: ParallelModel, position: Position, program_data: ProgramData | None = None
     ) -> None:
-        """Fingerprint the data files. Collective.
+        """Fingerprint the data files. It is collective.
 
         Raises:
             ConfigError: ranks see different files.
@@ -66,7 +66,7 @@ class DataLoader:
         self._can_drop_files = cfg.data.drops_files
 
     def open(self, meta: CheckpointMeta | None) -> None:
-        """Open the samples of a run, continuing a checkpoint's samples if its data is the same. Collective.
+        """Open the samples of a run, continuing a checkpoint's samples if its data is the same. It is collective.
 
         Raises:
             ConfigError: as `DataRequest.open`, or all files are lost.
@@ -172,7 +172,7 @@ class DataLoader:
             self._drop_files(unreadable)
 
     def _gather_unreadable_files(self, error: BrokenShardError | OutOfVocabError | None) -> dict[str, tuple[str, str]]:
-        """Return the files that any rank failed to read, with cause and rank of the first failure. Collective."""
+        """Return the files that any rank failed to read, with cause and rank of the first failure. It is collective."""
         world = self._groups.world
         raised = torch.full((1,), float(error is not None), device=self._groups.device)
         if not float(all_reduce_sum(raised, world)):

@@ -58,7 +58,7 @@ class MeasuredMemory:
 
 
 def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> MeasuredMemory:
-    """Measure one training step on this rank of the default process group, on the CPU. Collective."""
+    """Measure one training step on this rank of the default process group, on the CPU. It is collective."""
     report("building the model")
     p = cfg.parallel
     layout = fold_mapping(p)
@@ -91,7 +91,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
-    """Run the passes of step 1 under a memory tracker. Collective."""
+    """Run the passes of step 1 under a memory tracker. It is collective."""
     with training.track_memory(batch) as tracker:
         training.begin_step(1, batch)
         training.forward_backward(batch, 1)

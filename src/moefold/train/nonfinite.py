@@ -28,8 +28,8 @@ class RankNonFinite:
     is_bad_on_rerun: bool
     """In the rerun, the loss or a gradient was not finite."""
     samples: tuple[int, ...] | None = None
-    """Samples with tokens on this rank, as indices in the global batch, if `parallel.context` moves tokens. None: the
-    samples of its data-parallel rank."""
+    """Samples with tokens on this rank, as indices in the global batch, if `parallel.context` moves tokens. None means
+    the samples of its data-parallel rank."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _drop_frames(error: Exception) -> None:
 
 
 def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
-    """Return the section that resumes from the newest checkpoint of this run, if it has saved one. Collective.
+    """Return the section that resumes from the newest checkpoint of this run, if it has saved one. It is collective.
 
     All ranks learn of the saves, because a spare took part in none of them.
     """
@@ -159,7 +159,7 @@ class MemberChoice(NamedTuple):
     generation: int
     """Generation of the snapshots that the survivors keep, or 0 without snapshots."""
     step: int | None
-    """Step to restore from the snapshots. None: the members load a checkpoint."""
+    """Step to restore from the snapshots. None means the members load a checkpoint."""
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:

@@ -70,7 +70,7 @@ class StepData(Protocol):
         """Return this rank's validation batches, or empty if the data has none, or all are lost.
 
         Args:
-            num_samples: the first samples to read. None: train.eval_samples of them.
+            num_samples: the first samples to read. None means train.eval_samples of them.
         """
         ...
 

@@ -61,7 +61,7 @@ class StepFault:
         return "; ".join([*texts, f"the batch is {batch}: {origins}"])
 
     def stop_error(self, advice: str) -> RunError:
-        """Return the error that stops the run, with the intact checkpoint and the way out. Collective."""
+        """Return the error that stops the run, with the intact checkpoint and the way out. It is collective."""
         decision = self.result.decision
         world = current_world()
         safe = world.all_gather_object(

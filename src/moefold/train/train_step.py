@@ -133,7 +133,7 @@ class TrainingStep:
         return checkpoint_state(*self._stored(), self.optimizer, self.optimized)
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load weights, buffers and moments from a checkpoint. Collective. A new run has its initial weights."""
+        """Load weights, buffers and moments from a checkpoint. It is collective. A new run has its initial weights."""
         if path is not None:
             from moefold.checkpoint.load import load_checkpoint
 
@@ -209,7 +209,7 @@ class TrainingStep:
             self._owned.drop_gradients()
 
     def reset_moments(self) -> None:
-        """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer. Local.
+        """Zero the optimizer moments between two steps: the next update is the same as with a new optimizer.
 
         Every rank must call it at the same step, or replicas diverge.
         """
@@ -254,7 +254,7 @@ class TrainingStep:
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":
-        """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction. Collective."""
+        """Locate the NaN/Inf: rerun the step and check each rank's values before reduction. It is collective."""
         from moefold.train.nonfinite import NonFiniteReport, RankNonFinite, is_finite, nonfinite_parameters
 
         device = self.model.groups.device
@@ -294,7 +294,7 @@ class TrainingStep:
             self.router_replay.begin_step(step, batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the sum of the loss terms over the validation batches. Collective."""
+        """Return the sum of the loss terms over the validation batches. It is collective."""
         loss, _ = self.evaluate_or_stop(batches, None)
         assert loss is not None
         return loss
@@ -302,10 +302,11 @@ class TrainingStep:
     def evaluate_or_stop(
         self, batches: Sequence[Batch], flags: StopFlags | None
     ) -> tuple[float | None, tuple[int, ...]]:
-        """Compute the loss as `evaluate` does, unless a rank raises a stop flag. Collective.
+        """Compute the loss as `evaluate` does, unless a rank raises a stop flag. It is collective.
 
         Args:
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch. None: no polls.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch. None means no
+            polls.
 
         Returns:
             The loss, or None if the evaluation was interrupted, and the number of ranks that raised each flag.

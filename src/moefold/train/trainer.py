@@ -45,12 +45,12 @@ class Trainer:
         link: "JobLink | None" = None,
         history: SaveHistory | None = None,
     ) -> None:
-        """Build the model and open the data. Collective.
+        """Build the model and open the data. It is collective.
 
         Args:
             messages: lines to log before all others.
-            loss: the loss to minimise. None: next-token prediction.
-            data: the samples of data.kind="program". None: the recipe's samples.
+            loss: the loss to minimise. None means next-token prediction.
+            data: the samples of data.kind="program". None means the recipe's samples.
             callbacks: hooks of the program, the same on every rank, see `CallbackStage`.
             history: checkpoints of an earlier trainer of this process, or None for the first.
         """
@@ -81,7 +81,7 @@ class Trainer:
         self.callbacks_after_step = tuple(sorted((*own, *callbacks), key=_stage_after_step))
 
     def run(self, stop: StopSignals) -> int:
-        """Train to the last step or until a signal, and return the exit status. Collective.
+        """Train to the last step or until a signal, and return the exit status. It is collective.
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
@@ -155,7 +155,7 @@ class Trainer:
             yield callback
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
-        """Load a batch and train on it, and return None if the step was rolled back. Collective."""
+        """Load a batch and train on it, and return None if the step was rolled back. It is collective."""
         clock = self._flight_recorder.clock
         started_s = clock()
         self._flight_recorder.begin_step(self.position.step + 1, "loading data")
@@ -182,7 +182,7 @@ class Trainer:
         )
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
-        """Log, skip, roll back or stop after a step at fault, and return False after a rollback. Collective.
+        """Log, skip, roll back or stop after a step at fault, and return False after a rollback. It is collective.
 
         Raises:
             RunError: the recipe stops the run.

@@ -66,7 +66,7 @@ class ProgramHooks:
     """Parts of a run that a Python program may replace. A job on GPUs pickles them for its ranks."""
 
     loss: LossFunction | None = None
-    """The loss to minimise. None: next-token prediction."""
+    """The loss to minimise. None means next-token prediction."""
     data: ProgramData | None = None
     """The samples of data.kind="program"."""
     callbacks: Sequence[Callback] = ()
@@ -197,7 +197,7 @@ class _RankRun:
         return TrainOutcome(0, Path(cfg.run.dir))
 
     def train(self) -> TrainOutcome:
-        """Choose the run folder and train in it, through losses of ranks if the recipe regroups. Collective."""
+        """Choose the run folder and train in it, through losses of ranks if the recipe regroups. It is collective."""
         job = self.job
         job.watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
@@ -223,7 +223,7 @@ class _RankRun:
     def train_membership(
         self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory
     ) -> int:
-        """Train with the existing process group to the last step or a signal. Collective. Frees all it has built.
+        """Train with the existing process group to the last step or a signal. It is collective. Frees all it has built.
 
         Args:
             messages: lines to log before all others. Empty at the start of the job, which has its own.
@@ -326,7 +326,7 @@ class _RunLocks:
 
 
 def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcome:
-    """Train with the processes of the program as ranks. Collective over its default process group.
+    """Train with the processes of the program as ranks. It is collective over its default process group.
 
     Raises:
         ConfigError: the recipe cannot be trained here. Raised on all ranks.

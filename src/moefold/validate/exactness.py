@@ -33,7 +33,7 @@ number of tokens."""
 
 
 def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = True) -> tuple[str, ...]:
-    """Return a line for each setting with which sampling is not bitwise equal to training. Empty: sampling is exact.
+    """Return a line for each setting with which sampling is not bitwise equal to training.
 
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.

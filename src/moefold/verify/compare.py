@@ -72,8 +72,8 @@ def run_oracle(
     """Train some optimizer steps of the oracle in float64 in this process.
 
     Args:
-        objective: the loss of a micro-batch. None: the recipe's loss.
-        data: the samples of data.kind="program". None: the recipe's samples.
+        objective: the loss of a micro-batch. None means the recipe's loss.
+        data: the samples of data.kind="program". None means the recipe's samples.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, key, parameter, buffer or part of a sample.

@@ -62,14 +62,14 @@ def run_on_groups(
     loss: LossFunction | None = None,
     data: ProgramData | None = None,
 ) -> DistributedRecord:
-    """Train one or more steps on the groups of the recipe's mapping. Collective.
+    """Train one or more steps on the groups of the recipe's mapping. It is collective.
 
     Records the gradients of the first step, before clipping, if the optimizer has gradients, and evaluates the final
     weights on the first validation batch.
 
     Args:
-        loss: the loss. None: the recipe's loss.
-        data: the samples of data.kind="program". None: the recipe's samples.
+        loss: the loss. None means the recipe's loss.
+        data: the samples of data.kind="program". None means the recipe's samples.
     """
     ranks = f"mapping on {groups.world.size} ranks"
     on_progress(f"{ranks}, building the model")
@@ -111,7 +111,7 @@ def open_samples(cfg: Config) -> Dataset:
 
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Gather all parameters and buffers, or all gradients, as full tensors on the first rank of a stage. Collective."""
+    """Gather parameters and buffers, or gradients, as full tensors on a stage's first rank. It is collective."""
     is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():

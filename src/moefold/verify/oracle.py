@@ -101,9 +101,9 @@ class Oracle:
         cfg: the recipe. Of its mapping, only `chunks`, and dp for `aux_kind = "global_batch"`, have an effect.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
-        objective: the loss of a micro-batch. None: `train.loss`.
+        objective: the loss of a micro-batch. None means `train.loss`.
         is_frozen_expert: whether a routed expert, by its index, is not trained, or None if all are trained.
-        reads: record of the keys that are read, shared with other oracles. None: a new record.
+        reads: record of the keys that are read, shared with other oracles. None means a new record.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, a key or a parameter. `step` and `check_keys` raise it.

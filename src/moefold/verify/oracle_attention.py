@@ -53,7 +53,7 @@ def apply_rope(
         x: queries or keys.
         rotary_dim: dims that are rotated.
         positions: positions of the tokens in their documents, [B, S].
-        is_interleaved: pairing. None: model.rope.interleaved.
+        is_interleaved: pairing. None means model.rope.interleaved.
     """
     half = rotary_dim // 2
     length = x.shape[1]
@@ -85,7 +85,7 @@ class OracleIndexer:
 
     Args:
         name: of the indexer, whose weights begin with it.
-        positions: positions of the tokens in their documents, [B, S]. None: a layer without RoPE.
+        positions: positions of the tokens in their documents, [B, S]. None means a layer without RoPE.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names of other software are answered with moefold's: keys, values, matrices, and options of commands."""
+"""Test that names of other software are answered with moefold's: keys, values, matrices, options of commands."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Absurd values of any key are one message immediately: no search, no list of a billion layers, no traceback."""
+"""Test that an absurd value of any key is refused at once, with one message and without a search."""
 
 import os
 import re

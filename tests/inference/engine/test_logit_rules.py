@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, and changes of the logits: they act on their own sample, and only on the draw."""
+"""Test that log-probabilities of prompts and changes of logits act on their own sample, and only on the draw."""
 
 from collections import Counter
 from collections.abc import Sequence

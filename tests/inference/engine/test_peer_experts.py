@@ -1,4 +1,4 @@
-"""Experts that ranks read from their peers: the bits of one rank, in the memory of one model, without waiting."""
+"""Test experts that ranks read from their peers: the bits of one rank, one copy in memory, and no waiting."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The engine records the experts that each token was sent to, whatever pages, chunks, prefixes and mappings it had."""
+"""Test that the engine records each token's experts under all pages, chunks, prefixes and mappings."""
 
 from pathlib import Path
 from typing import Any

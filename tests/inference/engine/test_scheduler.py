@@ -1,4 +1,4 @@
-"""Passes compute every token once, in order, in pages that hold its own sample's tokens, whatever the limits are."""
+"""Test that passes compute every token once, in order, in pages of its own sample, whatever the limits are."""
 
 from collections import Counter
 

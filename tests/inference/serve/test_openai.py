@@ -1,4 +1,4 @@
-"""The official client of the OpenAI API, and lm-eval, against a server with a small model, in this process."""
+"""Test the official client of the OpenAI API, and lm-eval, against a server with a small model."""
 
 import json
 import threading

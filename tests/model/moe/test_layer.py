@@ -1,4 +1,4 @@
-"""The layer on one rank equals the textbook, with dropping, shared expert, losses and counters."""
+"""Test that the layer on one rank equals the textbook, with dropping, a shared expert, losses and counters."""
 
 import math
 from dataclasses import replace
@@ -208,7 +208,7 @@ def test_a_perfectly_even_router_has_the_entropy_of_all_experts():
     assert layer.stats.entropy.item() == pytest.approx(S * B * math.log(MODEL.ffn.moe.num_experts))
 
 
-def test_bfloat16_in_bfloat16_out():
+def test_a_bfloat16_input_gives_a_bfloat16_output():
     layer = _layer(MODEL, MoEConfig(aux_loss=0.1, z_loss=0.1)).bfloat16()
     layer.router.float()
     x = _tokens().detach().bfloat16().requires_grad_()

@@ -1,4 +1,4 @@
-"""Linear attention in C equals the recurrence: values, gradients, documents, states that are passed on, and runs."""
+"""Test that linear attention in C equals the recurrence: values, gradients, documents, passed states, runs."""
 
 import pytest
 import torch

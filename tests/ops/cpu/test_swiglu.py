@@ -1,4 +1,4 @@
-"""The gate in C equals its plain twin. Where it cannot be had, a run says so and goes on, or is refused."""
+"""Test that SwiGLU in C equals the plain operation. Without it a run says so and goes on, or is refused."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Ranks run the same kernels: by the record of rank 0, or by the measurements of all, which rank 0 records."""
+"""Test that ranks run the same kernels: by the record of rank 0, or by times that all ranks measure."""
 
 import json
 import os

@@ -137,7 +137,7 @@ class RewardSelectionPart(RewardPart):
     selects_rows: ClassVar[bool] = True
 
     def select(self, rewards: Any, members: Any) -> Any:
-        """Return the chosen conversations."""
+        """Return the conversations to train on, chosen by their rewards and groups."""
         raise NotImplementedError
 
 

@@ -364,7 +364,7 @@ class SoftmaxAttentionPart(AttentionPart):
     """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556). none: attend to all keys."""
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the query heads."""
+        """Return the key and number of the query heads, which tp must divide."""
         return "model.attention.num_heads", self.num_heads
 
     @property

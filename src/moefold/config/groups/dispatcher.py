@@ -253,7 +253,7 @@ class DispatcherPart(Part):
         return 0
 
     def build(self, groups: Any, sizes: DispatchSizes) -> Any:
-        """Return the `Dispatcher` of all layers, with its buffers. Collective. Not called if ep*etp is 1.
+        """Return the `Dispatcher` of all layers, with its buffers. It is collective. Not called if ep*etp is 1.
 
         Args:
             groups: process groups of the experts, a `MoEGroups`.

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention: products within chunks grow with it, the number of steps falls with it."""
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
-"""Maximum float32 numbers of the recomputed recurrence for each token, in float32 and in bfloat16: multiples of the
-products within a chunk, the keys of the key heads and of the value heads, the values, and the states between chunks.
-They are fitted to measurements of ten shapes (docs/log.md#2026-11-26-linear-attention-in-c). For C the first and last
-factors, and three of keys (two without the delta rule), are counted."""
+"""Factors of the memory of the recomputed recurrence, in float32 numbers for each token: for float32 and for bfloat16.
+
+Each factor multiplies one size: the products within a chunk, the keys of the key heads, the keys of the value heads,
+the values, and the states between chunks. They were fitted to measurements of ten shapes
+(docs/log.md#2026-11-26-linear-attention-in-c). C uses the first and last factors, and 3 for keys (2 without the delta
+rule)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class LinearAttentionPart(AttentionPart):
         raise NotImplementedError
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the key heads."""
+        """Return the key and number of the key heads, which tp must divide."""
         return "model.linear_attention.num_key_heads", self.num_key_heads
 
     @property

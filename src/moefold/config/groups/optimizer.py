@@ -81,7 +81,7 @@ class ForwardPasses(Protocol):
     """Forward passes of a step without gradients, with a `parallel.batch.Batch`."""
 
     def run(self, batch: Any, step: int, begin_step: Callable[[int, Any], None]) -> "Tensor":
-        """Return this rank's loss terms. Calls `begin_step` with step and batch before each pass. Collective."""
+        """Return this rank's loss terms. Calls `begin_step` with step and batch before each pass. It is collective."""
 
     def local_losses(self) -> "Tensor":
         """Return this rank's parts of the losses, float64 [passes], to be summed over all ranks."""
@@ -154,11 +154,11 @@ class OptimizerPart(Part):
     def formula(self) -> Callable[..., Any] | None:
         """Return a second implementation of the update, for the oracle, or None if it has no formula.
 
-        With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
-        step subtracts from the weight at learning rate 1, including weight decay, or a function of the learning rate if
-        the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
-        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`, updates the weights
-        in place and returns the norm of the gradient that it found.
+        With gradients it is called for each weight, with (ParamSpec, weight, gradient, state, step). It returns the
+        change that one step subtracts from the weight at learning rate 1, with weight decay, or a function of the
+        learning rate if the change is not proportional to it. `state` is a dict that the formula fills. It is empty in
+        step 1 and after a reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`.
+        It then updates the weights in place, and returns the norm of the gradient that it found.
         """
         return None
 

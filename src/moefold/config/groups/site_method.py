@@ -86,7 +86,7 @@ class SiteMethodPart(Part):
     def own_parameters(
         self, parameters: "Mapping[str, Parameter]", experts: Collection[str], count: int, number: int
     ) -> OwnedParameters:
-        """Return the parameters that a site with `owns_experts` trains. Local.
+        """Return the parameters that a site with `owns_experts` trains. It does not communicate.
 
         Args:
             parameters: the trained parameters of this rank, by name.

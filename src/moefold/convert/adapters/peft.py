@@ -71,7 +71,7 @@ from moefold.remote_path import is_remote, to_path
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
-    """Write the adapters of a checkpoint as a folder for PEFT. Collective over `world`. Rank 0 writes.
+    """Write the adapters of a checkpoint as a folder for PEFT. It is collective over `world`. Rank 0 writes.
 
     Args:
         out: the folder. It must not exist.
@@ -147,7 +147,7 @@ def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
 def _parameters_to_stack(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters with stacked adapters, by their module. Empty: adapters of experts are not stacked.
+    """Return the parameters with stacked adapters, by their module. Empty means adapters of experts are not stacked.
 
     Transformers stacks experts. When PEFT loads adapters of single experts, the form of released adapters, it stacks
     them. It does so only for some families, and loses adapters of gate and up projections alone (PEFT 0.21).
@@ -276,11 +276,11 @@ def import_adapters(
     ignored_keys: Collection[str] = (),
     on_bytes: OnBytes,
 ) -> Conversion:
-    """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
+    """Convert a folder of PEFT to a checkpoint with adapters. It is collective over `world`.
 
     Args:
         out: the checkpoint. It must not exist.
-        base: the base weights. None: the weights that adapter_config.json names.
+        base: the base weights. None means the weights that adapter_config.json names.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.

@@ -50,7 +50,7 @@ class ConfigField(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Number or switch with another name.
+    """Number or switch that config.json stores under another name.
 
     Attributes:
         hf_key: key of config.json.
@@ -170,7 +170,7 @@ class Constants:
     values: Mapping[str, Any]
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return the constants."""
+        """Return the keys of [model] that have the same value in every folder."""
         return dict(self.values)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class MultimodalFolder:
         config_path: path of keys in config.json to the object that describes the text model.
         pairs: keys of that object with a list of two values. The first value is for the text model.
         pair_tensors: regular expression of tensors whose first half of the rows belongs to the text model.
-        other_experts: regular expression of the tensors of an expert, with its number as the group. Numbers from the
-            text model's number of experts on belong to other models. Empty: the text model has all experts.
+        other_experts: regular expression of the tensors of an expert, with its number as the group. Experts with
+            higher numbers than the text model has belong to other models. Empty means there are no others.
     """
 
     model_type: str
@@ -91,7 +91,7 @@ class MultimodalFolder:
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face model family.
+    """Description of a Hugging Face model family: how to read its config.json and its tensors.
 
     Attributes:
         name: its `model_type`.
@@ -101,17 +101,17 @@ class Family:
         default_keys: defaults of the configuration class for keys that config.json lacks and whose null has another
             meaning in `config_fields`.
         aliases: other `model_type`s of the same computation and tensors, which are read but not written.
-        has_mtp: whether multi-token prediction (MTP) layers may follow the others.
+        has_mtp: True if multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
             (`_keys_to_ignore_on_load_unexpected` of the class), or None if it reports no layers.
         mtp_key: key of config.json with the number of MTP layers.
         mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders contain and that are not read.
-        zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
-            not read them. Its group is the number of the expert. Empty: no such tensors.
+        zero_expert_tensors: regular expression of tensors of zero-computation experts, which a folder may hold and
+            nothing reads. Its group is the number of the expert. Empty means that no folder has them.
         renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
         multimodal: folders of a multimodal model whose text model has this family, or None without such folders.
-        exported_as: name of the family that an export writes instead. Empty: this one.
+        exported_as: name of the family that an export writes instead. Empty means this one.
         options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in
             addition to the usual values of declared keys.
     """
@@ -220,7 +220,7 @@ def expert_layouts(
     Args:
         path: module of the layer that holds the experts.
         names: names of the matrices of one expert.
-        stacked: module that holds the stacked tensors. Empty: `path`.
+        stacked: module that holds the stacked tensors. Empty means `path`.
         layer: module of the layer.
     """
     pairs = zip(("gate", "up", "down"), names, strict=True)
@@ -319,8 +319,9 @@ def backbone_fields(
     """Return the fields that all families share. The arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters. A number is the default of theta, for whole heads. None: there is no RoPE.
-        layers: field of the number of layers. None: num_hidden_layers.
+        rope: reader of the RoPE parameters. A number is the default of theta, for whole heads. None means there is no
+        RoPE.
+        layers: field of the number of layers. None means num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (

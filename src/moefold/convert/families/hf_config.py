@@ -125,7 +125,7 @@ def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, An
 
 
 def quantization_unsupported_reason(quantization: Any) -> str:
-    """Return the reason why the `quantization_config` of a config.json cannot be read. Empty: no reason."""
+    """Return the reason why the `quantization_config` of a config.json cannot be read. Empty means no reason."""
     if quantization is None:
         return ""
     if not isinstance(quantization, Mapping):

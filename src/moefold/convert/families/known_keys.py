@@ -113,7 +113,7 @@ def declared_keys() -> DeclaredKeys:
 ALL_KEYS = ("*",)
 """Accept every key, for reading a folder whose keys were sorted before."""
 Values = tuple[Any, ...] | None
-"""Values of a key that change nothing. None: any value."""
+"""Values of a key that change nothing. None means any value."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class SliceMapping:
-    """Slice of one of our parameters that is equal to a slice of an HF tensor, with permuted dims.
+    """Mapping of a slice of one of our parameters to an equal slice of an HF tensor, with permuted dims.
 
     Attributes:
         name: name of our parameter.
@@ -149,7 +149,7 @@ class TensorBlock:
         part: number of our block in a tensor that fuses several parameters of one shape: 0 for gate, 1 for up.
         axis: HF dim of the fusion.
         step: 1 for consecutive parameters, else the number of parameters whose indices alternate.
-        dims: for each of our dims the HF dim. Empty: the same dims. Other HF dims have size 1.
+        dims: for each of our dims the HF dim. Empty means the same dims. Other HF dims have size 1.
         num_dims: number of HF dims, if the last dims are not in `dims`.
     """
 

@@ -81,11 +81,11 @@ class ChatRequest:
     messages: Sequence[Message]
     """The turns, each with a `role` and a `content`, in normal form (`parse_messages`)."""
     tools: Any
-    """Descriptions of tools, for templates that support them. None: there are no tools."""
+    """Descriptions of tools, for templates that support them. None means there are no tools."""
     location: str
     """FILE:LINE of the conversation, for messages."""
     targets: tuple[int, ...] | None = None
-    """Indices of the messages to train on. None: all messages of the assistant."""
+    """Indices of the messages to train on. None means all messages of the assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ChatTemplate:
 
         Args:
             special_tokens: texts of `bos_token` and similar tokens of the tokenizer.
-            tool_source: the program for conversations with tools. Empty: the same program.
+            tool_source: the program for conversations with tools. Empty means the same program.
         """
         self.source = source
         self.location = location

@@ -77,7 +77,7 @@ class ConversationReader:
     """Part of the name of the cache entry, which differs for different conversations."""
     read: Callable[[Iterator[JsonlRecord]], Iterator[ConversationToRender]]
     read_alone: Callable[[JsonlRecord], Sequence[ConversationToRender]] | None = None
-    """Returns the conversations that depend only on one row. None: `read` does that."""
+    """Returns the conversations that depend only on one row. None means `read` does that."""
 
     def of_row(self, record: JsonlRecord) -> Sequence[ConversationToRender]:
         """Return the conversations that depend only on one row."""

@@ -65,8 +65,8 @@ class TextTable:
         """Yield the texts from a place on, each with its row number (0-based) and place.
 
         Args:
-            place: a yielded place, JSON-serialisable. None: the first row. It is the number of the file and of the row
-                in it, or the state of the package for a data set on the hub.
+            place: a yielded place, JSON-serialisable. None means the first row. It is the number of the file and of the
+                row in it, or the state of the package for a data set on the hub.
 
         Raises:
             ConfigError: the source is broken, or a row holds no text.

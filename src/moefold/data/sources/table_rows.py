@@ -258,8 +258,8 @@ def is_saved_dataset(path: Path) -> bool:
 def split_files(folder: Path, split: str, subset: str) -> list[Path]:
     """Return the files of a split of a folder, in order.
 
-    The subset is a configuration of its README.md. Empty: the default one. Raises ConfigError if there is no such split
-    or configuration, or it has no tables.
+    The subset is a configuration of its README.md. Empty means the default one. Raises ConfigError if there is no such
+    split or configuration, or it has no tables.
     """
     if is_saved_dataset(folder):
         return _saved_files(folder, split)

@@ -53,7 +53,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None
     10^12 falls between an old and a new bound.
 
     Args:
-        kernel: draws if it supports the logits and the whole distribution is sampled. None: torch operations.
+        kernel: draws if it supports the logits and the whole distribution is sampled. None means torch operations.
 
     Returns:
         Token ids, or `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.

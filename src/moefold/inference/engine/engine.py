@@ -118,7 +118,7 @@ class GenerationEngine:
 
     @contextmanager
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["GenerationSession"]:
-        """Open a generation, which accepts new requests while others run. Collective over all ranks.
+        """Open a generation, which accepts new requests while others run. It is collective over all ranks.
 
         The weights must not change inside this context. Requests with a grammar need `constrain`.
         """
@@ -145,7 +145,7 @@ class GenerationEngine:
         on_token: TokenCallback | None = None,
         is_complete: StopCondition | None = None,
     ) -> list[Completion]:
-        """Generate a completion of every request, in their order. Collective over all ranks.
+        """Generate a completion of every request, in their order. It is collective over all ranks.
 
         Args:
             requests: requests of this data-parallel rank, possibly none.
@@ -252,7 +252,7 @@ class GenerationSession:
         return bool(all_reduce_max(flag, groups.attn.stage))
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
-        """Run one forward pass, without rows if this rank has no work, and return the new tokens. Collective."""
+        """Run one forward pass, without rows if this rank has no work, and return the new tokens. It is collective."""
         work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)

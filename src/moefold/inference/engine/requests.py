@@ -33,7 +33,7 @@ class LogitRules:
     min_tokens: int = 0
     """Minimum new tokens before an end-of-text token."""
     grammar: str = ""
-    """Grammar of the sample's text, for `GenerationEngine.open`. Empty: any text."""
+    """Grammar of the sample's text, for `GenerationEngine.open`. Empty means any text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     """End-of-text tokens."""
     sampling: SamplingParams | None = None
-    """Sampling parameters of this sample. None: the engine's."""
+    """Sampling parameters of this sample. None means the engine's."""
     num_alternatives: int = 0
     """Number of most likely tokens at each position whose log-probabilities `NewToken` reports."""
     rules: LogitRules | None = None

@@ -1,7 +1,4 @@
-"""Loop of a server around the generation engine.
-
-Requests join and leave between passes, equally on all ranks.
-"""
+"""Loop of a server around the generation engine. Requests join and leave between passes, equally on all ranks."""
 
 import itertools
 import queue
@@ -79,7 +76,7 @@ class EngineLoop:
         return [command.request_id for command in commands]
 
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """Stop samples, ignoring those that have ended. Thread-safe."""
+        """Stop samples, ignoring those that have ended. It is thread-safe."""
         self._commands.put([_Cancel(request_id) for request_id in request_ids])
 
     def stop(self) -> None:
@@ -109,7 +106,7 @@ class EngineLoop:
         receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
-        """Return the commands since the last pass. Wait for a command if there is no sample. Collective."""
+        """Return the commands since the last pass. Wait for a command if there is no sample. It is collective."""
         commands: list[_Command] = []
         if self._groups.rank == 0:
             try:

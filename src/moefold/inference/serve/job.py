@@ -32,7 +32,7 @@ class ServeOptions(SamplingOptions):
     port: int = 8000
     """Port. 0: any free port."""
     name: str = ""
-    """Name of the model in the API. Empty: the name of its folder."""
+    """Name of the model in the API. Empty means the name of its folder."""
     slots: int = 64
     """Samples that a data-parallel rank decodes at a time."""
     cache_gib: float = 1.0
@@ -46,9 +46,9 @@ class ServeOptions(SamplingOptions):
     reasoning: bool = False
     """True if answers of chats have the text between <think> and </think> as `reasoning_content`."""
     api_key: str = field(default="", repr=False)
-    """Key that clients must send. Empty: no key."""
+    """Key that clients must send. Empty means no key."""
     access_log: str = ""
-    """File with a line for each request, "-" for standard error. Empty: no log."""
+    """File with a line for each request, "-" for standard error. Empty means no log."""
 
 
 @dataclass(frozen=True)

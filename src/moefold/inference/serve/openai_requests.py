@@ -36,7 +36,7 @@ class ToolUse:
     tools: tuple[Mapping[str, Any], ...]
     """Descriptions of the tools, for the template."""
     forced: tuple[str, ...] = ()
-    """Names of tools, one of which must be called. Empty: calls are optional."""
+    """Names of tools, one of which must be called. Empty means calls are optional."""
     allows_many: bool = True
     """True if an answer may have several calls."""
     is_named: bool = False
@@ -63,9 +63,9 @@ class ApiRequest:
     """True if the last turn stays open and is continued."""
     tool_use: ToolUse | None = None
     schema: str = ""
-    """JSON schema of the answer, as JSON. Empty: any text."""
+    """JSON schema of the answer, as JSON. Empty means any text."""
     max_tokens: int | None = None
-    """Maximum new tokens. None: as many as fit."""
+    """Maximum new tokens. None means as many as fit."""
     sampling: SamplingParams
     rules: LogitRules
     num_samples: int = 1
@@ -231,7 +231,7 @@ def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _schema(fields: SharedFields) -> str:
-    """Return the JSON schema that the answer must follow. Empty: any text."""
+    """Return the JSON schema that the answer must follow. Empty means any text."""
     answer_format = fields.response_format
     if answer_format is None or answer_format.type == "text":
         return ""

@@ -49,7 +49,7 @@ def adapted_experts(
     probs_R: Tensor | None = None,
     gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
-    """Compute frozen experts with their adapters. Local.
+    """Compute frozen experts with their adapters. It does not communicate.
 
     Args:
         weights: weights of the experts, in the dtype of x, without a gradient.

@@ -26,16 +26,16 @@ NUM_MATRICES = 3
 
 
 class Experts(nn.Module):
-    """Routed experts: activation(x w_gate, x w_up) w_down each. This rank holds [E/ep, H, F/etp] of the weights.
+    """Routed experts of this rank: each computes activation(x w_gate, x w_up) w_down, with weights [E/ep, H, F/etp].
 
     Biases b_gate and b_up [E/ep, F/etp] are sharded like the columns that they are added to. b_down [E/ep, H/etp] is
     sharded too. The outputs of the etp ranks are summed, so each rank adds the bias of its own columns, and every
     element is added once. Every weight gets a gradient on every rank, zero for an expert without tokens: the gradient
     reduction requires it.
 
-    `parallelize` replaces `bias_slice` (the columns of H of the local part of b_down), `wgrad_store` (backward pass
-    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward and
-    backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
+    `parallelize` sets five attributes. `bias_slice` selects the columns of H of the local part of b_down, and `ops`
+    the kernels. `wgrad_store` splits the backward pass in two. `saves_fc1` says if the gate and up projections are
+    saved for backward or recomputed. `peer_weights` are the weights of all ep ranks, for inference.
 
     Args:
         ffn_hidden_size: F, inner width of one expert.
@@ -164,7 +164,7 @@ def fused_experts(
     probs_R: Tensor | None = None,
     wgrad_store: WeightGradStoreProtocol | None = None,
 ) -> Tensor:
-    """Compute the routed experts with the given operations. Local.
+    """Compute the routed experts with the given operations. It does not communicate.
 
     Args:
         x: tokens sorted by expert [R, H], or with a `permute_map` the unsorted tokens [T, H].

@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         self._eval_capacity_policy = (
             _build_capacity_policy(moe, moe.eval_capacity_factor) if has_own_factor else self._capacity_policy
         )
-        """Token dropping outside training. None: dropless."""
+        """Token dropping outside training. None means dropless."""
         self._pads_to_capacity = moe.pad_to_capacity
 
     @property

@@ -40,8 +40,8 @@ def local_load_balancing_loss(
         tokens_per_expert_XE: routed tokens of each expert without padding, [1, E] over the micro-batch or more, or for
             each of X groups of tokens.
         num_tokens: tokens of the micro-batch, not used with weights.
-        weights_T: share of each token in the loss, 0 for padding. None: 1/num_tokens.
-        group_T: group of each row, int64 in [0, X). None: row t belongs to group t mod X.
+        weights_T: share of each token in the loss, 0 for padding. None means 1/num_tokens.
+        group_T: group of each row, int64 in [0, X). None means row t belongs to group t mod X.
         score_sums_E: the scores summed over this rank's tokens, if known. Used with counts [1, E] and no weights.
     """
     num_experts = scores_TE.shape[1]
@@ -71,8 +71,8 @@ def count_tokens_per_expert(
     """Count this rank's routed tokens of each expert, for each group of tokens, int64 [num_groups, E].
 
     Args:
-        is_token_T: rows to count, bool [T]. None: all.
-        group_T: group of each row. None: row t belongs to group t mod `num_groups`.
+        is_token_T: rows to count, bool [T]. None means all.
+        group_T: group of each row. None means row t belongs to group t mod `num_groups`.
     """
     if group_T is None:
         first_X = torch.arange(num_groups, device=ids_TK.device) * num_experts
@@ -88,7 +88,7 @@ def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
 
     Args:
-        weights_T: factor of each token. None: 1.
+        weights_T: factor of each token. None means 1.
     """
     squares_T = logits_TE.logsumexp(-1).square()
     return squares_T.sum() if weights_T is None else (squares_T * weights_T.to(squares_T.dtype)).sum()

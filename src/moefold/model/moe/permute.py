@@ -33,11 +33,11 @@ def plan_permutation(
 
     Args:
         ids_TK: chosen experts, [T, K], in [0, num_experts) wherever kept.
-        kept_TK: mask of kept tokens, bool [T, K]. None: all.
-        padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data. None:
-            as many as it has tokens.
+        kept_TK: mask of kept tokens, bool [T, K]. None means all.
+        padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data. None
+            means as many as it has tokens.
         num_rows: rows of a permutation with a mask and without padding, at least the number of kept tokens. The rows
-            after the last expert's rows have dropped tokens. None: the number of kept tokens, which synchronises.
+            after the last expert's rows have dropped tokens. None means the number of kept tokens, which synchronises.
     """
     device = ids_TK.device
     (num_tokens, top_k) = ids_TK.shape
@@ -108,7 +108,7 @@ def permute(
     """Copy each token into the rows of its experts: [T, H] -> [R, H], with zeros in padding rows.
 
     Args:
-        rows_RH: the result, where `ops.permute` has computed it already. None: compute it.
+        rows_RH: the result, where `ops.permute` has computed it already. None means compute it.
     """
     return _Permute.apply(x_TH, rows_RH, permutation, ops)
 

@@ -40,7 +40,8 @@ class ReplayedRouting:
     recorded_NSK: Tensor | None = None
     """Buffer for the choices in use, in the same layout, or None if there is no recording."""
     is_replayed_NS: Tensor | None = None
-    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]. None: all. The router chooses for all other tokens."""
+    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]. None means all. The router chooses for all other tokens.
+    """
     in_evaluation: bool = False
 
     @property

@@ -50,8 +50,8 @@ class CapacityPolicy:
 
         Args:
             index_T: index of each token in the micro-batch, int64 [T], all different.
-            is_token_T: rows that are not padding, bool [T]. None: all. Padding is not kept, and does not count in the
-                capacity.
+            is_token_T: rows that are not padding, bool [T]. None means all. Padding is not kept, and does not count in
+                the capacity.
 
         Returns:
             bool [T, K].

@@ -19,7 +19,7 @@ class MicroBatchGroup:
     rank: int = 0
     """Index of this rank in the group, and of its rows in the result of `gather`."""
     positions: Tensor | None = None
-    """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]. None: 0, 1, 2, ..."""
+    """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]. None means 0, 1, 2, ..."""
     data_parallel_size: int = 1
     """Micro-batches that are computed at the same time, each by a separate group: dp."""
 
@@ -45,7 +45,7 @@ class TokenColumns:
     """Columns of a micro-batch that MoE layers read. See `Batch`."""
 
     sample_ids: Tensor | None = None
-    """Index of each sample in the global batch, int64 [B]. None: 0 .. B-1."""
+    """Index of each sample in the global batch, int64 [B]. None means 0 .. B-1."""
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp], or None if there is no padding."""
     positions: Tensor | None = None
@@ -111,7 +111,7 @@ class TokenPositions:
         return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
-        """Return the mask of this rank's rows that are not padding, bool [T]. None: all."""
+        """Return the mask of this rank's rows that are not padding, bool [T]. None means all."""
         return None if self.weights_T is None else self.weights_T > 0
 
     def keys(self) -> tuple[Tensor, Tensor]:

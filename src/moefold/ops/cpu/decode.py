@@ -110,7 +110,7 @@ class CDecode:
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:
-        """Return whether this kernel may compute the part of a layer that `kernel` computes. None: torch."""
+        """Return whether this kernel may compute the part of a layer that `kernel` computes. None means torch."""
         return any(kernel is replaced for replaced in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
@@ -284,7 +284,8 @@ class CDecodeLayer:
             normed_RH: input of the experts, as `attend` returned it.
             ids_RK: experts of each row, int64 [R, K]. The experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to the output of the routed experts. None: not added.
+            shared_RH: output of shared experts, which is added to the output of the routed experts. None means not
+        added.
         """
         shared = self._shared
         shape = shared.struct.rows, self.top_k
@@ -355,7 +356,7 @@ class CDecodeLayer:
     def _linear_struct(
         self, linear: LinearWeights, outputs: int, inputs: int, dtype: torch.dtype | None = None
     ) -> _LinearStruct:
-        """Return the struct of a linear layer whose result and bias have a dtype. None: the dtype of the rows."""
+        """Return the struct of a linear layer whose result and bias have a dtype. None means the dtype of the rows."""
         weight = linear.weight.detach()
         assert weight.shape == (outputs, inputs), (weight.shape, outputs, inputs)
         self._kept.append(weight)

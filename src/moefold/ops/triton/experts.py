@@ -1,7 +1,4 @@
-"""Triton implementation of `ExpertOps`.
-
-Torch's grouped_mm is used where measured to be faster.
-"""
+"""Triton implementation of `ExpertOps`. Torch's grouped_mm is used where measured to be faster."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -74,7 +71,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("fc1", (rows,), _fc1_key(weights), self._fc1_candidates(rows, weights, fused, apart))
 
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
-        """Return the tile configs of the kernel of both projections. Empty: they are computed separately."""
+        """Return the tile configs of the kernel of both projections. Empty means they are computed separately."""
         return fc1_tile_configs(x)
 
     def _fc1_candidates(

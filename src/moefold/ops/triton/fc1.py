@@ -129,7 +129,7 @@ def fc1(
     clamp: tuple[float, float] | None = None,
     tile_config: TileConfig | None = None,
 ) -> None:
-    """Compute gate and up projections of each row, and the hidden values. Local, without a device sync.
+    """Compute gate and up projections of each row, and the hidden values, without a wait of the host.
 
     Args:
         x: rows of unit stride, [R, H], or [any, H] with `source_R`.
@@ -138,9 +138,9 @@ def fc1(
         out: contiguous tensors to write, at least one, and both projections or none of them. Rows after the last offset
             are not written.
         source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
-        probs_R: factor of each row of the hidden values. None: 1.
+        probs_R: factor of each row of the hidden values. None means 1.
         clamp: (alpha, limit) of the clamped activation. None: SwiGLU.
-        tile_config: tile sizes. None: the first of `fc1_tile_configs`.
+        tile_config: tile sizes. None means the first of `fc1_tile_configs`.
     """
     w_gate = weights.gate_EHF
     w_up = weights.up_EHF

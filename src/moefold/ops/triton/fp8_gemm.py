@@ -152,7 +152,7 @@ class Fp8ExpertOps(TritonExpertOps):
     Args:
         block_size: values that share a scale.
         weight_cache: keeps quantised weights for a step.
-        autotuner: chooses the fastest candidate for a shape. None: the first candidate.
+        autotuner: chooses the fastest candidate for a shape. None means the first candidate.
     """
 
     probs_commute = False

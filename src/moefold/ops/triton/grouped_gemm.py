@@ -221,7 +221,7 @@ def grouped_gemm(
     tile_config: TileConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert, [R, N]. Local, without a device sync.
+    """Multiply each row by the matrix of its expert, [R, N]. It does not communicate, and the host does not wait.
 
     Args:
         x: rows of unit stride, [R, K], or [any, K] with `source_R`.
@@ -229,9 +229,9 @@ def grouped_gemm(
         offsets_E: end offset of each expert's rows, int32 [E] on the device. The last is at most R. Rows after it are
             not written.
         source_R: index into `x` of each row, int [R], or -1 for a row of zeros.
-        target_R: row of the result that each row is written to, a permutation, int [R]. None: the same row.
+        target_R: row of the result that each row is written to, a permutation, int [R]. None means the same row.
         second: another x and w of the same strides, whose product is added.
-        tile_config: tile sizes. None: the first of `tile_configs`.
+        tile_config: tile sizes. None means the first of `tile_configs`.
 
     Returns:
         [R, N] in the dtype of x.
@@ -272,7 +272,7 @@ def grouped_gemm_weight_grad(
         x: rows with unit stride, [R, K].
         grad: rows with unit stride, [R, N].
         offsets_E: end offset of each expert's rows, int32 [E] on the device.
-        tile_config: tile sizes. None: the first of `tile_configs`.
+        tile_config: tile sizes. None means the first of `tile_configs`.
     """
     depth = x.shape[1]
     width = grad.shape[1]
@@ -303,9 +303,9 @@ def combine_rows(
     Args:
         rows_RH: rows with unit stride.
         row_TK: row of each routed token, int [T, K].
-        kept_TK: routed tokens to sum, bool [T, K]. None: all. The rows of other tokens are not read.
-        probs_TK: weight of each routed token. None: 1.
-        second_RH: added to the rows, of the same strides. None: 0.
+        kept_TK: routed tokens to sum, bool [T, K]. None means all. The rows of other tokens are not read.
+        probs_TK: weight of each routed token. None means 1.
+        second_RH: added to the rows, of the same strides. None means 0.
     """
     assert second_RH is None or second_RH.stride() == rows_RH.stride(), "both need the same strides"
     num_tokens, top_k = row_TK.shape

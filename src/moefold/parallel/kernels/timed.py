@@ -12,7 +12,7 @@ from moefold.ops.kernel_times import Environment, add_times, kernel_environment,
 
 
 def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> str:
-    """Let all ranks choose by the times that rank 0 finds in its cache, and return the line to log. Collective.
+    """Let all ranks choose by the times that rank 0 finds in its cache, and return the line to log. It is collective.
 
     Args:
         autotuner: autotuner of this rank. It is enabled on all ranks or on no rank.
@@ -30,7 +30,7 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
 
 
 def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> str:
-    """Let all ranks choose by their measured times, record these on rank 0, and return the line to log. Collective.
+    """Let all ranks choose by measured times, record them, and return the line to log. It is collective.
 
     Each candidate counts with its time on the slowest rank.
 

@@ -41,7 +41,7 @@ class SaveHistory:
     snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
-    """Step to restore from the snapshots. None: from a checkpoint."""
+    """Step to restore from the snapshots. None means from a checkpoint."""
     initial_states: States = field(default_factory=dict)
     """States of the program's callbacks before the first step, see `RunStates`."""
 
@@ -78,7 +78,7 @@ class Checkpointing(StageCallback):
         self.initial_states = self._history.initial_states
 
     def resume(self, context: TrainingContext) -> Resume:
-        """Open the data, and load the checkpoint to resume from or the initial weights. Collective."""
+        """Open the data, and load the checkpoint to resume from or the initial weights. It is collective."""
         context.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
         self.saver.open_folder()
         if self.restored_step is not None:
@@ -117,12 +117,12 @@ class Checkpointing(StageCallback):
         return resume
 
     def _open_adapters(self, context: TrainingContext, adapters: "AdapterWeights") -> str:
-        """Load the base weights of a run that trains only adapters, and return a description. Collective."""
+        """Load the base weights of a run that trains only adapters, and return a description. It is collective."""
         context.states.add("lora", Record(lambda: adapters.settings))
         return "" if adapters.base is None else self._load_weights(context, adapters.base)
 
     def _resume_from_peers(self, context: TrainingContext, step: int) -> None:
-        """Restore the run from the snapshots of a step, and certify the result. Collective.
+        """Restore the run from the snapshots of a step, and certify the result. It is collective.
 
         Raises:
             RunError: a shard is lost, or the certificate fails. Raised on every rank.
@@ -159,7 +159,7 @@ class Checkpointing(StageCallback):
         self._take_snapshot(context)
 
     def _take_snapshot(self, context: TrainingContext) -> None:
-        """Copy the state to the memory of this rank and of its peer, if the recipe asks for it. Collective."""
+        """Copy the state to the memory of this rank and of its peer, if the recipe asks for it. It is collective."""
         if self.snapshots is None or not self._cfg.checkpoint.peer_every:
             return
         context.groups.recorder.set_phase("copying the state to a peer")
@@ -174,7 +174,7 @@ class Checkpointing(StageCallback):
         self.total_save_s += blocked_s
 
     def roll_back(self, context: TrainingContext, step_fault: "StepFault") -> Resume:
-        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on. Collective.
+        """Load the newest intact checkpoint and skip the samples of the faulty batch from there on. It is collective.
 
         Raises:
             RunError: there is no checkpoint yet.
@@ -198,7 +198,7 @@ class Checkpointing(StageCallback):
         return resume
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Save a checkpoint if one is due. Collective."""
+        """Save a checkpoint if one is due. It is collective."""
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
@@ -222,7 +222,7 @@ class Checkpointing(StageCallback):
         self.saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
 
     def save(self, context: TrainingContext) -> None:
-        """Save a checkpoint. Collective."""
+        """Save a checkpoint. It is collective."""
         context.groups.recorder.set_phase("saving a checkpoint")
         for prepare in context.before_save:
             prepare()
@@ -234,7 +234,7 @@ class Checkpointing(StageCallback):
         self._history.saved_step = context.position.step
 
     def _load(self, context: TrainingContext, path: Path) -> None:
-        """Restore the run from a checkpoint. Collective."""
+        """Restore the run from a checkpoint. It is collective."""
         meta = read_meta(path)
         if self._cfg.sites.is_active or meta.state_of("sites"):
             from moefold.train.sites.outer_state import check_expert_owner
@@ -244,12 +244,12 @@ class Checkpointing(StageCallback):
         self._load_states(context, meta, path)
 
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
-        """Restore all objects of the run, or the objects without tensors if there is no path. Collective."""
+        """Restore all objects of the run, or the objects without tensors if there is no path. It is collective."""
         context.states.load(meta.states, path)
         self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))
 
     def _load_weights(self, context: TrainingContext, folder: Path | None = None) -> str:
-        """Load the weights of `folder`, by default the recipe's weights, and return a description. Collective."""
+        """Load the weights of `folder`, by default the recipe's weights, and return a description. It is collective."""
         # The readers of Hugging Face folders are a tenth of the trainer's modules.
         from moefold.convert.init_from import load_initial_weights
 

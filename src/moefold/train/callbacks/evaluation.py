@@ -26,7 +26,7 @@ class PeriodicEvaluation(StageCallback):
         self._last_step = last_step
 
     def on_start(self, context: TrainingContext) -> None:
-        """Evaluate before the first step, or do an evaluation that a signal prevented earlier. Collective.
+        """Evaluate before the first step, or do an evaluation that a signal prevented earlier. It is collective.
 
         Sets the exit status of the run if another signal came.
         """
@@ -51,7 +51,7 @@ class PeriodicEvaluation(StageCallback):
             context.status = SIGNAL_STATUS + raised[0]
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Evaluate if an evaluation is due and no signal stops the run. Collective."""
+        """Evaluate if an evaluation is due and no signal stops the run. It is collective."""
         # A site that took over the state of another site is at a later step than its own training.
         if not self._is_due(context.position.step):
             return step
@@ -65,7 +65,7 @@ class PeriodicEvaluation(StageCallback):
 
 
 def _evaluate(context: TrainingContext) -> tuple[float | None, tuple[Signals, ...]]:
-    """Return the validation loss, and the signals received during the evaluation. Collective.
+    """Return the validation loss, and the signals received during the evaluation. It is collective.
 
     The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
     """

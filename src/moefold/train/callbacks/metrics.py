@@ -104,7 +104,7 @@ class RoutingTraceSaving(StageCallback):
     stage = CallbackStage.METRICS
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Save the routing of the step if it was traced. Collective."""
+        """Save the routing of the step if it was traced. It is collective."""
         buffer = context.training.router_replay
         if buffer is not None and buffer.is_due(step.number):
             writer = None if context.log is None else context.log.trace_writer
@@ -125,7 +125,7 @@ class StragglerDetection(StageCallback):
         self._stragglers: Stragglers | None = None
 
     def on_start(self, context: TrainingContext) -> None:
-        """Gather the host names of all ranks. Collective."""
+        """Gather the host names of all ranks. It is collective."""
         layout = context.groups.layout
         if self._factor and layout.world_size > 1:
             hosts = current_world().all_gather_object(socket.gethostname())

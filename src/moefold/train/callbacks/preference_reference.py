@@ -43,7 +43,7 @@ class ReferencePass(StageCallback):
         self._checkpoint = checkpoint
 
     def on_start(self, context: TrainingContext) -> None:
-        """Compute or read the log-probabilities of all pairs. Collective.
+        """Compute or read the log-probabilities of all pairs. It is collective.
 
         Raises:
             ConfigError: the run is resumed, and its folder has no log-probabilities for its data.
@@ -65,7 +65,7 @@ class ReferencePass(StageCallback):
             os.replace(draft, path)
 
     def log_probs(self, context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
-        """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]. Collective.
+        """Sum the log-probabilities of both sequences of each pair, float64 [pairs, 2]. It is collective.
 
         The forward pass is the same as in an evaluation, under the mapping of the training.
         """
@@ -88,7 +88,7 @@ class ReferencePass(StageCallback):
         return (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
 
     def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
-        """Read the file on rank 0, and send its array to all ranks. Collective.
+        """Read the file on rank 0, and send its array to all ranks. It is collective.
 
         It is in the run folder, or next to the checkpoint that checkpoint.resume names.
         """

@@ -60,7 +60,7 @@ class ReplicaComparison(StageCallback):
         self._check = ReplicaCheck(training.model, moments, self._zero)
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Compare the replicas if it is due. Collective.
+        """Compare the replicas if it is due. It is collective.
 
         Raises:
             RunError: the replicas have diverged.
@@ -77,7 +77,7 @@ class ReplicaComparison(StageCallback):
         self._checked_step = step.number
 
     def _raise(self, divergences: Sequence[Divergence], context: TrainingContext, step: FinishedStep) -> None:
-        """End the run before it saves a checkpoint. Collective."""
+        """End the run before it saves a checkpoint. It is collective."""
         if context.log is not None:
             context.log.log_fault(
                 {"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))}

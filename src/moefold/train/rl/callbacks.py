@@ -48,7 +48,7 @@ class RewardEvaluation(StageCallback):
         self._reset_patience = reset_patience
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Evaluate if an evaluation is due and no signal stops the run. Collective."""
+        """Evaluate if an evaluation is due and no signal stops the run. It is collective."""
         reward: float | None = None
         if is_evaluation_due(self._every, step.number, self._last_step) and not step.signals:
             reward = self._evaluate(context, step.number)

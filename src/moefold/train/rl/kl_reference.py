@@ -30,7 +30,7 @@ class ReferenceModel:
     """Computes log-probabilities of batches under reference weights."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Build the model. Collective. It has the weights of a new run of the recipe."""
+        """Build the model. It is collective. It has the weights of a new run of the recipe."""
         self._cfg = cfg
         self._groups = groups
         self._capture = LogProbCapture(cfg.rollout.temperature)
@@ -51,7 +51,7 @@ class ReferenceModel:
         return cfg.checkpoint.start
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names, with the initial adapters for rl.reference="start". Collective.
+        """Load the weights of rl.reference, and for "start" the initial adapters. It is collective.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them. "": the newest checkpoint of `source`.
@@ -77,7 +77,7 @@ class ReferenceModel:
         return folder
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """Return the log-probability of each label of this rank's shard, [N, S/cp]. Collective.
+        """Return the log-probability of each label of this rank's shard, [N, S/cp]. It is collective.
 
         Pipeline ranks other than the last return zeros.
         """
@@ -103,7 +103,7 @@ class KLReference:
     """Reference of the KL penalty: a model if `rl.kl` is above 0, and the plateau after which the policy replaces it.
 
     Args:
-        build: builds the reference model. Collective, and so is the constructor.
+        build: builds the reference model. It is collective, and so is the constructor.
     """
 
     def __init__(self, rl: RLConfig, policy: ParallelModel, build: Callable[[], ReferenceModel]) -> None:
@@ -114,7 +114,7 @@ class KLReference:
         self._plateau = Plateau()
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the column of a batch that the penalty reads, or empty without a penalty. Collective."""
+        """Return the column of a batch that the penalty reads, or empty without a penalty. It is collective."""
         return {} if self._model is None else {"reference_log_probs": self._model.log_probs(batch)}
 
     def record(self, reward: float) -> bool:
@@ -136,7 +136,7 @@ class KLReference:
         return asdict(self._plateau)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Take the state of a checkpoint. None: a new run."""
+        """Take the state of a checkpoint. None means a new run."""
         self._plateau = Plateau.from_json(state_dict)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ class KLReference:
         return self._model.entries() if self._model is not None and self._plateau.num_resets else {}
 
     def load_tensors(self, path: Path | None, *, is_of_rl: bool) -> None:
-        """Load the weights of the model, after `load_state_dict`. Collective.
+        """Load the weights of the model, after `load_state_dict`. It is collective.
 
         Raises:
             ConfigError: the weights cannot be read.

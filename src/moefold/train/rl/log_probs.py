@@ -34,7 +34,7 @@ class LogProbCapture:
 
 
 def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch, weights_name: str) -> Tensor:
-    """Return the log-probability of each label of this rank's shard, [N, S/cp]. Collective over the ranks of the model.
+    """Return the log-probability of each label of this rank's shard, [N, S/cp]. It is collective.
 
     Pipeline ranks other than the last return zeros.
 

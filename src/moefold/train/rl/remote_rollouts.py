@@ -46,7 +46,7 @@ class RoundOrder:
     version: int
     """Number of optimizer steps that produced the weights."""
     restart: PromptPosition | None
-    """The prompts to begin with. None: the prompts after the last round."""
+    """The prompts to begin with. None means the prompts after the last round."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RemoteRollouts:
 
 
 class SamplingWorker:
-    """Samples the rounds that training rank 0 orders. Collective over the sampling ranks.
+    """Samples the rounds that training rank 0 orders. It is collective over the sampling ranks.
 
     Args:
         link: link to the training ranks, which have `RemoteRollouts`.

@@ -85,7 +85,7 @@ class RolloutLoader:
     def __init__(
         self, cfg: Config, model: ParallelModel, reward: Reward, position: Position, link: JobLink | None
     ) -> None:
-        """Fingerprint the prompt files. Collective."""
+        """Fingerprint the prompt files. It is collective."""
         self._cfg = cfg
         self._position = position
         self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
@@ -148,7 +148,7 @@ class RolloutLoader:
         self.kl_reference.load_state_dict(self._loaded)
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load the rollouts that are not trained on yet, and the reference model. Collective.
+        """Load the rollouts that are not trained on yet, and the reference model. It is collective.
 
         Raises:
             ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.
@@ -210,7 +210,7 @@ class RolloutLoader:
         return []
 
     def evaluate_reward(self) -> float | None:
-        """Return the mean reward of greedy completions of held-out prompts, or None without rewards. Collective.
+        """Return the mean reward of greedy completions of held-out prompts, or None without rewards. It is collective.
 
         Raises:
             RunError: a reward function failed.

@@ -34,11 +34,11 @@ class PromptPosition:
 
 
 class RoundSampler:
-    """Samples and scores rounds of rollouts by a model. Collective over the ranks of its mapping.
+    """Samples and scores rounds of rollouts by a model. It is collective over the ranks of its mapping.
 
     Args:
         records_routing: whether rounds contain the chosen experts, for routing replay.
-        engine: samples in place of the model. None: our own engine samples with the model.
+        engine: samples in place of the model. None means our own engine samples with the model.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RoundSampler:
     def _collect(
         self, prompts: PromptSource, indices: Sequence[int], group_size: int, sampling: SamplingParams
     ) -> CollectedRollouts:
-        """Sample and score completions of some prompts. Collective."""
+        """Sample and score completions of some prompts. It is collective."""
         rl = self._cfg.rl
         max_tokens = self._cfg.rollout.max_tokens
         return self._collector.collect(

@@ -30,7 +30,7 @@ class RolloutModel:
     """The sampling model `model`, and its recipe `cfg`."""
 
     def __init__(self, cfg: Config, trained: ParallelModel) -> None:
-        """Build a second model if the recipe has another mapping for sampling. Collective."""
+        """Build a second model if the recipe has another mapping for sampling. It is collective."""
         self.model: ParallelModel | InferenceModel = trained
         self.cfg = cfg
         self._transfer: WeightTransfer | None = None
@@ -43,7 +43,7 @@ class RolloutModel:
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:
-        """Return the engine of rollout.engine="vllm", created once, or None for our own engine. Collective.
+        """Return the engine of rollout.engine="vllm", created once, or None for our own engine. It is collective.
 
         Raises:
             ConfigError: rollout.folder holds another model, or cannot be written to.
@@ -61,7 +61,7 @@ class RolloutModel:
         return self._vllm
 
     def update(self) -> float:
-        """Copy the trained weights into the sampling model and return the seconds that it took. Collective.
+        """Copy the trained weights into the sampling model and return the seconds that it took. It is collective.
 
         Raises:
             RunError: the vLLM server did not load them.
@@ -87,7 +87,7 @@ class RolloutSource(Protocol):
 
         Args:
             version: number of optimizer steps that produced the weights.
-            restart: the prompts to begin with. None: the prompts after the last ordered round.
+            restart: the prompts to begin with. None means the prompts after the last ordered round.
         """
         ...
 
@@ -124,7 +124,7 @@ class LocalRollouts:
         return len(self._rounds)
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
-        """Sample rounds with the current weights, see `RolloutSource.order`. Collective.
+        """Sample rounds with the current weights, see `RolloutSource.order`. It is collective.
 
         Raises:
             RunError: a reward function failed.
@@ -174,7 +174,7 @@ class LocalSampling:
             self.evaluator = RoundSampler(cfg, model, reward, tokenizer)
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
-        """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`. Collective."""
+        """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`. It is collective."""
         if self.evaluator is self.sampler:
             self.model.update()
         return self.evaluator.evaluate(prompts)

@@ -31,7 +31,7 @@ class RoundStep:
 
 
 class RoundSteps:
-    """Builds the steps of rounds, and prepares the model for each. Collective.
+    """Builds the steps of rounds, and prepares the model for each. It is collective.
 
     Args:
         pack: packs the rollouts of one step, and returns the rows of this rank.

@@ -131,7 +131,7 @@ class SiteMeeting:
         self.links: SiteLinks | None = None
 
     def ask(self, message: Message) -> Message:
-        """Ask the meeting point, and return its answer on all ranks. Collective.
+        """Ask the meeting point, and return its answer on all ranks. It is collective.
 
         The answer is {"unreachable": reason} if there is none.
         """
@@ -144,7 +144,7 @@ class SiteMeeting:
         return current_world().all_gather_object(answer)[0]
 
     def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> Arrival:
-        """Register until all sites are here. Collective.
+        """Register until all sites are here. It is collective.
 
         Args:
             poll: called on all ranks with each answer to wait. It returns whether to stop waiting.
@@ -183,7 +183,7 @@ class SiteMeeting:
             time.sleep(POLL_S)
 
     def ask_for_round(self, request: Message) -> RoundAnswer | None:
-        """Ask for the members of a round. None if the other sites have applied rounds without this one. Collective.
+        """Ask for the members of a round. None: the others applied rounds without this site. It is collective.
 
         Raises:
             ConfigError, RunError: as `raise_if_refused`.
@@ -204,7 +204,7 @@ class SiteMeeting:
         )
 
     def vote(self, index: int, failures: list[str]) -> str:
-        """Vote on an exchanged round, and return why it is skipped. Return "" if it is applied. Collective.
+        """Vote on an exchanged round, and return why it is skipped. Return "" if it is applied. It is collective.
 
         Args:
             failures: reasons of this site's ranks whose exchange failed.
@@ -217,7 +217,7 @@ class SiteMeeting:
         return str(failures[0] if failures else answer.get("why") or answer.get("unreachable") or answer.get("refused"))
 
     def ask_for_sender(self, poll: Callable[[Message], bool]) -> Message | None:
-        """Wait for a site that gives its state to this one. Return None if `poll` stops the wait. Collective.
+        """Wait for a site that gives its state to this one. Return None if `poll` stops the wait. It is collective.
 
         Raises:
             RunError: the other sites have ended, or the meeting point cannot be reached.

@@ -26,7 +26,7 @@ class SiteEvaluation(StageCallback):
         self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Add to the metrics of the round, if the step has one. Collective."""
+        """Add to the metrics of the round, if the step has one. It is collective."""
         self._spike.add(step.result.loss)
         if step.sites is None:
             return step

@@ -33,7 +33,7 @@ def make_outer_optimizer(
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
-        state_store: store of the outer states. None: on the device.
+        state_store: store of the outer states. None means on the device.
     """
     parameters = model.trained_parameters
     averaged = dict(model.named_buffers)
@@ -79,7 +79,7 @@ class OuterState:
         return self._outer.checkpoint_entries()
 
     def load_tensors(self, path: Path | None) -> None:
-        """Restore the outer optimizer from a checkpoint, or start it from the loaded weights. Collective."""
+        """Restore the outer optimizer from a checkpoint, or start it from the loaded weights. It is collective."""
         if path is not None and self._loaded:
             self._outer.restore(self._loaded, partial(load_entries, path), self._due)
         else:

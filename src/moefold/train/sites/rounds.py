@@ -113,7 +113,7 @@ class SiteRounds(StageCallback):
         """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, context: TrainingContext) -> None:
-        """Meet the other sites. Collective.
+        """Meet the other sites. It is collective.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
@@ -141,7 +141,7 @@ class SiteRounds(StageCallback):
             self._receive_state(context)
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
-        """Apply the round that is due, and begin one. Collective."""
+        """Apply the round that is due, and begin one. It is collective."""
         is_last = step.number == self._run.steps
         outer = outer_of(context)
         fragments = self._calendar.fragments_due(step.number)
@@ -191,7 +191,7 @@ class SiteRounds(StageCallback):
         }
 
     def _poll(self, context: TrainingContext, answer: Message) -> bool:
-        """Return whether a signal ends the wait for the other sites. Collective."""
+        """Return whether a signal ends the wait for the other sites. It is collective."""
         context.groups.recorder.set_phase("waiting for the other sites")
         awaited = describe_wait(answer, self._sites.meet)
         if self._logged_wait != awaited and context.log is not None:
@@ -203,7 +203,7 @@ class SiteRounds(StageCallback):
         return any(raised)
 
     def _receive_state(self, context: TrainingContext) -> None:
-        """Take over the state of another site, because this site lacks rounds, and begin its next round. Collective."""
+        """Take over the state of another site that has more rounds, and begin its next one. It is collective."""
         assert self._meeting is not None
         assert self._transfer is not None
         self._logged_wait = ""
@@ -224,7 +224,7 @@ class SiteRounds(StageCallback):
             self._transfer.send(context, order)
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
-        """Take the differences of fragments, and start to exchange them. Collective.
+        """Take the differences of fragments, and start to exchange them. It is collective.
 
         Returns:
             False if the other sites have applied rounds without this one.
@@ -258,7 +258,7 @@ class SiteRounds(StageCallback):
         return True
 
     def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
-        """Take the differences of fragments after a step. Collective."""
+        """Take the differences of fragments after a step. It is collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
         delta = outer_of(context).difference(fragments)
@@ -273,7 +273,7 @@ class SiteRounds(StageCallback):
         )
 
     def _round_request(self, context: TrainingContext, differences: _Differences) -> Message:
-        """Return the request for a round, for the meeting point. Collective."""
+        """Return the request for a round, for the meeting point. It is collective."""
         outer = outer_of(context)
         in_pairs = self._sites.part.in_pairs
         return self._position(differences.step, outer) | {
@@ -314,7 +314,7 @@ class SiteRounds(StageCallback):
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
     def _decide(self, context: TrainingContext) -> None:
-        """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
+        """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. It is collective."""
         running, self._running_exchange = self._running_exchange, None
         if running is None:
             return
@@ -340,7 +340,7 @@ class SiteRounds(StageCallback):
         self._record_exchange(context, running, exchanged, waited_s)
 
     def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
-        """Vote on a round, and return whether it is applied. Otherwise it is skipped. Collective."""
+        """Vote on a round, and return whether it is applied. Otherwise it is skipped. It is collective."""
         failures = [text for text in current_world().all_gather_object(failure) if text]
         why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
         if why:
@@ -353,7 +353,7 @@ class SiteRounds(StageCallback):
     def _record_exchange(
         self, context: TrainingContext, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float
     ) -> None:
-        """Record the metrics of an exchange. Collective."""
+        """Record the metrics of an exchange. It is collective."""
         self._record |= {
             "members": len(running.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
@@ -372,7 +372,7 @@ class SiteRounds(StageCallback):
             self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any, and return the metrics of the round. Collective."""
+        """Take the outer step of the pending round, if any, and return the metrics of the round. It is collective."""
         outer = outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:
@@ -404,7 +404,7 @@ class SiteRounds(StageCallback):
 
 
 def hash_of_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> int:
-    """Return a hash of the named tensors of all ranks of the site, below 2**63. Collective."""
+    """Return a hash of the named tensors of all ranks of the site, below 2**63. It is collective."""
     hasher = TensorHasher(device)
     local = _hash({name: hasher.digest(tensor).tolist() for name, tensor in tensors.items()})
     return _hash(current_world().all_gather_object(local))
@@ -439,6 +439,6 @@ def describe_wait(answer: Message, address: str) -> str:
 
 
 def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]:
-    """Return the sums of numbers over the ranks of the site. Collective."""
+    """Return the sums of numbers over the ranks of the site. It is collective."""
     local = torch.tensor(numbers, dtype=torch.float64, device=context.groups.device)
     return all_reduce_sum(local, context.groups.world).tolist()

@@ -58,7 +58,7 @@ class RoutingProbe:
         self._batches: list[Batch] | None = None
 
     def read(self, context: TrainingContext) -> Probe:
-        """Evaluate the held-out samples and return the choices of this rank's routers. Collective.
+        """Evaluate the held-out samples and return the choices of this rank's routers. It is collective.
 
         The probe is empty in a run without evaluation, or if all held-out samples are lost.
         """
@@ -88,7 +88,7 @@ class RoutingProbe:
 
 
 def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) -> tuple[int, int]:
-    """Count the equal choices of one member and the others for the same tokens. Local.
+    """Count the equal choices of one member and the others for the same tokens. It does not communicate.
 
     Args:
         gathered: choices of each member, int16 [members, tokens, K]. The K experts of a token differ.

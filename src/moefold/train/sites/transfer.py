@@ -32,7 +32,7 @@ class SiteStateTransfer:
         self._links = links
 
     def receive(self, context: TrainingContext, offer: Message) -> None:
-        """Take over weights, moments and position of the site that an offer names. Collective.
+        """Take over weights, moments and position of the site that an offer names. It is collective.
 
         Raises:
             RunError: the state did not arrive.

@@ -1,4 +1,4 @@
-"""Rows sent in 8 bits: the values that arrive, the values that come back, and the bytes on the wire."""
+"""Test rows that are sent in 8 bits: the values that arrive and come back, and the bytes that are sent."""
 
 from contextlib import ExitStack
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who computes which copy: each copy once, within the limit if possible, in whole chunks, no move without need."""
+"""Test which rank computes which token copy: each copy once, in whole chunks, and no move without need."""
 
 import itertools
 import random

@@ -29,7 +29,7 @@ _PARTS = [f"attention.w{x}" for x in "qkvgba"]
 
 
 def _layer_types(hf_config: Json, count: int) -> list[str]:
-    """Return the released pattern."""
+    """Return the layer types of the released model, repeated for `count` layers."""
     linear, window, full = _KINDS
     return [(linear, window, linear, full, window)[i % 5] for i in range(count)]
 

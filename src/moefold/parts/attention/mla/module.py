@@ -222,7 +222,7 @@ class LatentAttention(SelfAttention):
         return torch.cat((latent, rope(shared_key.unsqueeze(-2)).squeeze(-2)), -1)
 
     def _absorbed_queries(self, source: Tensor, rope: Rope | NoRope) -> Tensor:
-        """Return the queries in the space of the latents, with the up projection of the keys absorbed. Local.
+        """Return the queries in the space of the latents, with the up projection of the keys absorbed.
 
         (W_k c)^T q = c^T (W_k^T q), so that all heads share the same keys.
 

@@ -57,7 +57,7 @@ class ShortConvolution(LinearAttention):
         return StateShapes(num_taps - 1, width, (0, 0, 0))
 
     def convolved(self, projected: Sequence[Tensor]) -> Tensor:
-        """Return the gated values."""
+        """Multiply the values by their input gate, before the convolution."""
         return projected[0] * projected[2]
 
     def compute(

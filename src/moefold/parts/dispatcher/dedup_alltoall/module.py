@@ -35,11 +35,11 @@ class DedupMetadata(DispatchState):
 
 
 class DedupAllToAllDispatcher(PartialSumDispatcher[DedupMetadata]):
-    """Dispatcher with an all-to-all over ep that sends no token twice to a rank. etp is 1.
+    """Dispatcher with an all-to-all over ep that sends no token twice to a rank. It needs etp = 1.
 
-    A token that chose k experts of a rank is sent once instead of k times, with its choices and their probabilities,
-    and the rank returns the weighted sum of the k outputs, as DeepEP does (github.com/deepseek-ai/DeepEP). Sums over
-    the experts of a token are therefore grouped by rank.
+    A token that chose k experts of a rank is sent once instead of k times, with its choices and their probabilities.
+    The rank returns the weighted sum of the k outputs, as DeepEP does (github.com/deepseek-ai/DeepEP). Sums over the
+    experts of a token are therefore grouped by rank.
 
     Args:
         ep: ranks that hold different experts. Member i holds the i-th part of them.

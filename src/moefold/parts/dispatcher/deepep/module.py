@@ -131,7 +131,7 @@ class DeepEPDispatcher(PartialSumDispatcher[DeepEPMetadata]):
 
 
 def open_buffer(ep: Group, hidden_size: int) -> Buffer:
-    """Allocate DeepEP's communication buffers, of the size that DeepEP recommends. Collective over ep.
+    """Allocate DeepEP's communication buffers, of the size that DeepEP recommends. It is collective over ep.
 
     Args:
         ep: ranks that hold different experts, on CUDA.

@@ -124,7 +124,7 @@ class MuonOptimizer(torch.optim.Optimizer):
 
 
 def build_muon(part: Muon, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> MuonOptimizer:
-    """Build Muon, with AdamW for all other parameters. Collective over the stage.
+    """Build Muon, with AdamW for all other parameters. It is collective over the stage.
 
     Args:
         run: learning rate, ranks and store.

@@ -100,7 +100,7 @@ class MatrixRedistributor:
         compute: Callable[[MatrixKey, Tensor], Tensor],
         sink: Callable[[MatrixKey, int, Tensor], None],
     ) -> None:
-        """Gather, process and scatter every matrix. Collective.
+        """Gather, process and scatter every matrix. It is collective.
 
         Args:
             source: returns this rank's shard of a matrix, [rows, columns], for its key and its index in the local

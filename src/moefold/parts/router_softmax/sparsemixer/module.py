@@ -44,8 +44,8 @@ def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tenso
 def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Tensor | None) -> Tensor:
     """Compute the routing weights of chosen experts, [T, K].
 
-    In training the weight of a choice that is not the best is reduced to a third with probability 3/4, without an
-    effect on its gradient: Heun's third-order method estimates the gradient through the sampling in this way.
+    In training, a choice that is not the best has a third of its weight with probability 3/4. Its gradient stays the
+    same. This is how Heun's third-order method estimates the gradient through the sampling.
 
     Args:
         logits_TE: float32 or float64.
