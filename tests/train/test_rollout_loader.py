@@ -17,6 +17,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.cost.kv_cache import cache_sizes
@@ -521,10 +522,35 @@ def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     (tmp_path / "newer").rename(newer)
     pool.run(1, train_policy, crashed)
     assert weights(cfg) == weights(crashed)
+    # The folder of the reference has other weights now.
+    reference = tmp_path / "start/checkpoints/step-000002"
+    manifest = (reference / "manifest.json").read_bytes()
+    (reference / "manifest.json").write_bytes(manifest + b"\n")
+    longer = replace(crashed, run=replace(crashed.run, steps=4))
+    with pytest.raises(Exception, match="step-000002, are others now than at its start: restore them"):
+        pool.run(1, train_policy, longer)
+    (reference / "manifest.json").write_bytes(manifest)
     # Another recipe has another reference.
     other = replace(crashed, rl=replace(cfg.rl, reference=str(newer)), run=replace(crashed.run, steps=4))
     pool.run(1, train_policy, other)
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
+
+
+def test_a_resumed_run_has_the_adapters_of_the_reference_that_it_started_with(pool, tmp_path):
+    """lora.init_from names a run, which goes on meanwhile."""
+    base = under(recipe(tmp_path, 1), tmp_path / "base")
+    pool.run(1, train_policy, base)
+    adapters = {"checkpoint": CheckpointConfig(every=1, init_from=base.run.dir), "lora": LoraConfig(rank=2)}
+    start = replace(under(recipe(tmp_path, 1), tmp_path / "start"), **adapters)
+    pool.run(1, train_policy, start)
+    cfg = replace(recipe(tmp_path, 3, kl=0.1), **adapters | {"lora": LoraConfig(rank=2, init_from=start.run.dir)})
+    pool.run(1, train_policy, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, train_policy, crashed, 2)
+    pool.run(1, train_policy, replace(start, run=replace(start.run, steps=2)))
+    pool.run(1, train_policy, crashed)
+    assert [record["rl"]["kl"] for record in records(cfg)] == [record["rl"]["kl"] for record in records(crashed)]
+    assert weights(cfg) == weights(crashed)
 
 
 def test_a_run_resumes_without_its_reset_reference(pool, tmp_path):
