@@ -85,7 +85,7 @@ class ReferenceModel:
             checkpoint = replace(cfg.checkpoint, every=0, at_end=False, **start)
             is_first_rank = self._groups.rank == 0
             load_initial_weights(cfg.run, cfg.model, cfg.data, checkpoint, self._model, is_first_rank=is_first_rank)
-        drawn = [] if folder and upcycle is None else [cfg.run.seed, cfg.model.init_std]
+        drawn: list[object] = [] if folder and upcycle is None else [cfg.run.seed, cfg.model.init_std]
         drawn += [] if upcycle is None else [upcycle.router_init, upcycle.scaling, upcycle.noise]
         digest = _digest_weights([to_path(folder)] if folder else [], adapters, drawn)
         if recorded.reference_digest not in ("", digest):
@@ -199,8 +199,9 @@ class KLReference:
         has_adapters = self._model.begins_with_adapters
         is_known = bool(recorded.reference_digest)
         if source != recorded.reference or (is_known and has_adapters != bool(recorded.reference_adapters)):
-            no_folders = {"reference_folder": "", "reference_adapters": "", "reference_digest": ""}
-            recorded = replace(recorded, reference=source, **no_folders)
+            recorded = replace(
+                recorded, reference=source, reference_folder="", reference_adapters="", reference_digest=""
+            )
         for folder in filter(None, (recorded.reference_folder, recorded.reference_adapters)):
             if not to_path(folder).exists():
                 raise ConfigError(
