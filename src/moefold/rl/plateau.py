@@ -24,6 +24,8 @@ class Plateau:
     """Checkpoint with the initial adapters of the reference model (lora.init_from), or "" without any."""
     reference_digest: str = ""
     """Digest of everything that these weights are made from. "": unknown, of an earlier version."""
+    lacks_evaluation: bool = False
+    """True if a signal has prevented the evaluation after the last step."""
 
     def record(self, reward: float) -> Self:
         """Return the state after an evaluation."""
@@ -40,13 +42,14 @@ class Plateau:
             raise TypeError(f"rl is {state!r}")
         # The same state also has the rollouts that are not trained on yet.
         state = {name: value for name, value in state.items() if name != TABLE_KEY}
-        state = {"reference_adapters": "", "reference_digest": ""} | state
+        state = {"reference_adapters": "", "reference_digest": "", "lacks_evaluation": False} | state
         if state.keys() != {field.name for field in fields(cls)}:
             raise TypeError(f"rl is {state!r}")
         counts = [state["num_since_best"], state["num_resets"]]
         best = state["best"]
         texts = [value for name, value in state.items() if name.startswith("reference")]
         is_count = all(type(count) is int and count >= 0 for count in counts)
+        is_count = is_count and type(state["lacks_evaluation"]) is bool
         if not is_count or type(best) not in (float, int, type(None)) or any(type(text) is not str for text in texts):
             raise TypeError(f"rl is {state!r}")
         return cls(**state)

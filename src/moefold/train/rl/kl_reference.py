@@ -146,6 +146,15 @@ class KLReference:
         """Return the column of a batch that the penalty reads, or empty without a penalty. Collective."""
         return {} if self._model is None else {"reference_log_probs": self._model.log_probs(batch)}
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """True if a signal has prevented the evaluation after the last step."""
+        return self._plateau.lacks_evaluation
+
+    def note_evaluation(self, *, is_done: bool) -> None:
+        """Note whether an evaluation that was due has been done."""
+        self._plateau = replace(self._plateau, lacks_evaluation=not is_done)
+
     def record(self, reward: float) -> bool:
         """Record a held-out reward. On a plateau make the current policy the reference model, and return True.
 
