@@ -141,3 +141,6 @@ def test_the_state_of_a_checkpoint_is_restored():
     state = Plateau(best=0.5, num_since_best=2, num_resets=1, reference="runs/a", reference_folder="runs/a/1")
     assert Plateau.from_json(asdict(state)) == state
     assert Plateau.from_json(None) == Plateau()
+    # Earlier versions recorded neither the adapters of the reference nor a digest, and no evaluation to make up.
+    new = ("reference_adapters", "reference_digest", "lacks_evaluation")
+    assert Plateau.from_json({name: value for name, value in asdict(state).items() if name not in new}) == state

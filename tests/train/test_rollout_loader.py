@@ -17,6 +17,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
+from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.cost.kv_cache import cache_sizes
@@ -32,7 +33,7 @@ from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
 from moefold.rl.round_statistics import RoundStatistics
-from moefold.train.callbacks.callback import Callback, TrainingContext
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.machine_checks import check_rollout_cache
 from moefold.train.rl.kl_reference import ReferenceModel
 from moefold.train.rl.rollout_source import RolloutModel
@@ -434,15 +435,25 @@ def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
 
 
 class Stop(Callback):
-    """Requests a stop before the first step."""
+    """Requests a stop in the step after a step, 0 for the first."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_start(self, context: TrainingContext) -> None:
-        context.stop.request(signal.SIGTERM)
+        self._request(context, 0)
+
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+        self._request(context, step.number)
+
+    def _request(self, context: TrainingContext, step: int) -> None:
+        if step == self.step:
+            context.stop.request(signal.SIGTERM)
 
 
-def _train_and_stop(cfg: Config) -> int:
+def _train_and_stop(cfg: Config, step: int = 0) -> int:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    return Trainer(cfg, groups, callbacks=[Stop()]).run(StopSignals())
+    return Trainer(cfg, groups, callbacks=[Stop(step)]).run(StopSignals())
 
 
 def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
@@ -450,6 +461,21 @@ def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
     assert pool.run(1, _train_and_stop, cfg) == [128 + signal.SIGTERM]
     assert [record["step"] for record in records(cfg)] == [1, 2]
     assert [path.name for path in (Path(cfg.run.dir) / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_an_evaluation_that_a_signal_prevented_is_made_up(pool, tmp_path):
+    """It decides about a reset of the reference model."""
+    cfg = recipe(tmp_path, 5, kl=0.1, reset_patience=1)
+    cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-3))
+    pool.run(1, train_policy, cfg)
+    stopped = under(cfg, tmp_path / "stopped")
+    for step in (1, 3):
+        assert pool.run(1, _train_and_stop, stopped, step) == [128 + signal.SIGTERM]
+    pool.run(1, train_policy, stopped)
+    whole, resumed = ([record["rl"] for record in records(one)] for one in (cfg, stopped))
+    for name in ("kl", "eval_reward"):
+        assert [record[name] for record in whole] == [record[name] for record in resumed]
+    assert weights(cfg) == weights(stopped)
 
 
 def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
@@ -521,10 +547,35 @@ def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     (tmp_path / "newer").rename(newer)
     pool.run(1, train_policy, crashed)
     assert weights(cfg) == weights(crashed)
+    # The folder of the reference has other weights now.
+    reference = tmp_path / "start/checkpoints/step-000002"
+    manifest = (reference / "manifest.json").read_bytes()
+    (reference / "manifest.json").write_bytes(manifest + b"\n")
+    longer = replace(crashed, run=replace(crashed.run, steps=4))
+    with pytest.raises(Exception, match="step-000002, are others now than at its start: restore them"):
+        pool.run(1, train_policy, longer)
+    (reference / "manifest.json").write_bytes(manifest)
     # Another recipe has another reference.
     other = replace(crashed, rl=replace(cfg.rl, reference=str(newer)), run=replace(crashed.run, steps=4))
     pool.run(1, train_policy, other)
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
+
+
+def test_a_resumed_run_has_the_adapters_of_the_reference_that_it_started_with(pool, tmp_path):
+    """lora.init_from names a run, which goes on meanwhile."""
+    base = under(recipe(tmp_path, 1), tmp_path / "base")
+    pool.run(1, train_policy, base)
+    adapters = {"checkpoint": CheckpointConfig(every=1, init_from=base.run.dir), "lora": LoraConfig(rank=2)}
+    start = replace(under(recipe(tmp_path, 1), tmp_path / "start"), **adapters)
+    pool.run(1, train_policy, start)
+    cfg = replace(recipe(tmp_path, 3, kl=0.1), **adapters | {"lora": LoraConfig(rank=2, init_from=start.run.dir)})
+    pool.run(1, train_policy, cfg)
+    crashed = under(cfg, tmp_path / "crashed")
+    pool.run(1, train_policy, crashed, 2)
+    pool.run(1, train_policy, replace(start, run=replace(start.run, steps=2)))
+    pool.run(1, train_policy, crashed)
+    assert [record["rl"]["kl"] for record in records(cfg)] == [record["rl"]["kl"] for record in records(crashed)]
+    assert weights(cfg) == weights(crashed)
 
 
 def test_a_run_resumes_without_its_reset_reference(pool, tmp_path):

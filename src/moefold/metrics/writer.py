@@ -128,6 +128,10 @@ class MetricsWriter:
         self._outputs.attempt(METRICS_FILE, lambda: self._add_evaluation(step, eval_loss))
         self._track(lambda tracker: tracker.log_evaluation(step, eval_loss))
 
+    def add_held_out_reward(self, step: int, reward: float) -> None:
+        """Write the mean reward of held-out prompts into the line of a step."""
+        self._outputs.attempt(METRICS_FILE, lambda: self._add_held_out_reward(step, reward))
+
     def _open(self, resume_step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.removed_lines = truncate_metrics(self._path, resume_step)
@@ -143,20 +147,31 @@ class MetricsWriter:
             self._outputs.attempt(name, partial(log, tracker))
 
     def _add_evaluation(self, step: int, eval_loss: float) -> None:
+        def add(record: dict[str, Any]) -> None:
+            is_finite = math.isfinite(eval_loss)
+            record[EVAL_LOSS] = eval_loss if is_finite else None
+            if not is_finite:
+                record[NONFINITE] = nonfinite_of(record) | {EVAL_LOSS: str(eval_loss)}
+
+        self._change_line(step, add, [json.dumps(to_record({"step": step, EVAL_LOSS: eval_loss})) + "\n"])
+
+    def _add_held_out_reward(self, step: int, reward: float) -> None:
+        def add(record: dict[str, Any]) -> None:
+            record["rl"] = {**(record.get("rl") or {}), "eval_reward": reward}
+
+        self._change_line(step, add, [])
+
+    def _change_line(self, step: int, change: "Callable[[dict[str, Any]], None]", first_lines: list[str]) -> None:
+        """Change the line of a step. A file without lines gets `first_lines`."""
         lines = []
         for line, record in read_lines(self._path):
             if record is not None and record["step"] == step:
-                is_finite = math.isfinite(eval_loss)
-                record[EVAL_LOSS] = eval_loss if is_finite else None
-                if not is_finite:
-                    record[NONFINITE] = nonfinite_of(record) | {EVAL_LOSS: str(eval_loss)}
+                change(record)
                 line = json.dumps(record, allow_nan=False)
             lines.append(line + "\n")
-        if not lines:
-            lines = [json.dumps(to_record({"step": step, EVAL_LOSS: eval_loss})) + "\n"]
         assert self._file is not None
         self._file.close()
-        _write_atomically(self._path, lines)
+        _write_atomically(self._path, lines or first_lines)
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:

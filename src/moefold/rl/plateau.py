@@ -20,6 +20,12 @@ class Plateau:
     """Weights that the recipe names for the reference model, or "" for random weights, and without a KL penalty."""
     reference_folder: str = ""
     """Checkpoint or Hugging Face folder with these weights, recorded because a run may have newer checkpoints later."""
+    reference_adapters: str = ""
+    """Checkpoint with the initial adapters of the reference model (lora.init_from), or "" without any."""
+    reference_digest: str = ""
+    """Digest of everything that these weights are made from. "": unknown, of an earlier version."""
+    lacks_evaluation: bool = False
+    """True if a signal has prevented the evaluation after the last step."""
 
     def record(self, reward: float) -> Self:
         """Return the state after an evaluation."""
@@ -36,12 +42,14 @@ class Plateau:
             raise TypeError(f"rl is {state!r}")
         # The same state also has the rollouts that are not trained on yet.
         state = {name: value for name, value in state.items() if name != TABLE_KEY}
+        state = {"reference_adapters": "", "reference_digest": "", "lacks_evaluation": False} | state
         if state.keys() != {field.name for field in fields(cls)}:
             raise TypeError(f"rl is {state!r}")
         counts = [state["num_since_best"], state["num_resets"]]
         best = state["best"]
-        texts = [state["reference"], state["reference_folder"]]
+        texts = [value for name, value in state.items() if name.startswith("reference")]
         is_count = all(type(count) is int and count >= 0 for count in counts)
+        is_count = is_count and type(state["lacks_evaluation"]) is bool
         if not is_count or type(best) not in (float, int, type(None)) or any(type(text) is not str for text in texts):
             raise TypeError(f"rl is {state!r}")
         return cls(**state)

@@ -52,24 +52,28 @@ class AdapterWeights:
         return AdapterWeights(to_path(settings["base"]) if settings["base"] else None, settings)
 
 
-def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
-    """Load the adapters that lora.init_from names, and return a description. It is collective.
+def load_initial_adapters(
+    lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel, folder: str = ""
+) -> Path | None:
+    """Load the adapters that lora.init_from names, and return their checkpoint, or None without any. It is collective.
+
+    Args:
+        folder: the checkpoint that has them. "": the newest one of lora.init_from.
 
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.
     """
-    init_from = lora.init_from
-    if not init_from:
-        return ""
+    if not lora.init_from:
+        return None
     from moefold.convert.preflight import resolve_weights_folder, weights_path
     from moefold.convert.weight_sources import load_shards
 
     world = current_world()
-    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(init_from)))[0]
+    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(folder or lora.init_from)))[0]
     check_integrity(path, world, checks_hashes=checkpoint.verify)
     adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
     load_shards(CheckpointSource(path), adapters, str(path))
-    return f"; adapters from {path}"
+    return path
 
 
 def _find_base(checkpoint: CheckpointConfig, resumed: Path | None) -> tuple[Path | None, str, str]:

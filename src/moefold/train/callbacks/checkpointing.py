@@ -99,7 +99,8 @@ class Checkpointing(StageCallback):
         elif self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import load_initial_adapters
 
-            self.init_message += load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, context.training.model)
+            path = load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, context.training.model)
+            self.init_message += f"; adapters from {path}" if path else ""
         else:
             if self._cfg.checkpoint.start:
                 self.init_message = self._load_weights(context)

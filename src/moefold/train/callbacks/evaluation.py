@@ -45,7 +45,8 @@ class PeriodicEvaluation(StageCallback):
         eval_loss, raised = _evaluate(context)
         if context.log is not None and eval_loss is not None:
             context.log.writer.add_evaluation(step, eval_loss)
-            occasion = "before the first step" if is_first else "made up after a signal"
+            later = "made up after a signal; the checkpoint of this step lacks it, so RUN/best does not consider it"
+            occasion = "before the first step" if is_first else later
             context.log.message(f"step {step}: eval {eval_loss:.4f}, {occasion}")
         if raised and eval_loss is None:
             context.status = SIGNAL_STATUS + raised[0]

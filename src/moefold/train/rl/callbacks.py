@@ -47,19 +47,34 @@ class RewardEvaluation(StageCallback):
         self._last_step = last_step
         self._reset_patience = reset_patience
 
+    def on_start(self, context: TrainingContext) -> None:
+        """Do an evaluation that a signal prevented earlier, with its effect on the reference model. Collective."""
+        step = context.position.step
+        if not context.is_resumed or not self._loader.kl_reference.lacks_evaluation:
+            return
+        reward = self._evaluate(context, step, ", made up after a signal")
+        if context.log is not None and reward is not None:
+            context.log.writer.add_held_out_reward(step, reward)
+
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Evaluate if an evaluation is due and no signal stops the run. It is collective."""
         reward: float | None = None
-        if is_evaluation_due(self._every, step.number, self._last_step) and not step.signals:
-            reward = self._evaluate(context, step.number)
-        return replace(step, rl=self._loader.metrics | {"eval_reward": reward})
+        is_evaluated = step.is_evaluated
+        if is_evaluation_due(self._every, step.number, self._last_step):
+            is_evaluated = not step.signals
+            if is_evaluated:
+                reward = self._evaluate(context, step.number)
+            else:
+                self._loader.kl_reference.note_evaluation(is_done=False)
+        return replace(step, rl=self._loader.metrics | {"eval_reward": reward}, is_evaluated=is_evaluated)
 
-    def _evaluate(self, context: TrainingContext, step: int) -> float | None:
+    def _evaluate(self, context: TrainingContext, step: int, occasion: str = "") -> float | None:
         """Return the mean reward of held-out prompts. Reset the reference model if it has stopped to rise."""
         reward = self._loader.evaluate_reward()
+        self._loader.kl_reference.note_evaluation(is_done=True)
         if context.log is not None:
             result = "no reward" if reward is None else f"greedy reward {reward:.4f}"
-            context.log.message(f"step {step}: {result} on held-out prompts")
+            context.log.message(f"step {step}: {result} on held-out prompts{occasion}")
         if reward is not None and self._loader.kl_reference.record(reward):
             context.training.reset_moments()
             if context.log is not None:

@@ -1,6 +1,8 @@
 """Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config
@@ -18,6 +21,7 @@ from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
+from moefold.remote_path import to_path
 from moefold.rl.plateau import Plateau
 from moefold.train.adapter_weights import load_initial_adapters
 from moefold.train.rl.log_probs import LogProbCapture, label_log_probs
@@ -50,31 +54,56 @@ class ReferenceModel:
             return cfg.rl.reference
         return cfg.checkpoint.start
 
-    def load(self, folder: str = "") -> str:
-        """Load the weights of rl.reference, and for "start" the initial adapters. It is collective.
+    @property
+    def begins_with_adapters(self) -> bool:
+        """True for rl.reference="start" of a run that began with trained adapters."""
+        return self._cfg.rl.reference == "start" and bool(self._cfg.lora.init_from)
+
+    def load(self, recorded: Plateau) -> Plateau:
+        """Load the weights that rl.reference names, with adapters for rl.reference="start". It is collective.
 
         Args:
-            folder: the checkpoint or Hugging Face folder that has them. "": the newest checkpoint of `source`.
+            recorded: names the folders of weights and adapters that a run began with. "": the newest checkpoint.
 
         Returns:
-            The folder, or "" for random weights.
+            The same with the folders, "" for random weights and without adapters, and the digest of the weights.
 
         Raises:
-            ConfigError: the weights cannot be read.
+            ConfigError: the weights cannot be read, or differ from the weights that the run began with.
         """
-        if self._cfg.rl.reference == "start":
-            load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, self._model)
-        if not self.source:
-            return ""
-        # A run may have newer checkpoints when training is resumed.
-        folder = folder or str(current_world().all_gather_object(resolve_weights_folder(weights_path(self.source)))[0])
         cfg = self._cfg
+        adapters = None
+        if self.begins_with_adapters:
+            adapters = load_initial_adapters(cfg.lora, cfg.checkpoint, self._model, recorded.reference_adapters)
+        folder = recorded.reference_folder
         upcycle = cfg.checkpoint.upcycle if cfg.rl.reference == "start" else None
-        start = {"upcycle": replace(upcycle, dense=folder)} if upcycle else {"upcycle": None, "init_from": folder}
-        checkpoint = replace(cfg.checkpoint, every=0, at_end=False, **start)
-        is_first_rank = self._groups.rank == 0
-        load_initial_weights(cfg.run, cfg.model, cfg.data, checkpoint, self._model, is_first_rank=is_first_rank)
-        return folder
+        if self.source:
+            # A run may have newer checkpoints when training is resumed.
+            found = folder or str(resolve_weights_folder(weights_path(self.source)))
+            folder = current_world().broadcast_object(found)
+            start = {"upcycle": replace(upcycle, dense=folder)} if upcycle else {"upcycle": None, "init_from": folder}
+            checkpoint = replace(cfg.checkpoint, every=0, at_end=False, **start)
+            is_first_rank = self._groups.rank == 0
+            load_initial_weights(cfg.run, cfg.model, cfg.data, checkpoint, self._model, is_first_rank=is_first_rank)
+        drawn: list[object] = [] if folder and upcycle is None else [cfg.run.seed, cfg.model.init_std]
+        drawn += [] if upcycle is None else [upcycle.router_init, upcycle.scaling, upcycle.noise]
+        digest = _digest_weights([to_path(folder)] if folder else [], adapters, drawn)
+        if recorded.reference_digest not in ("", digest):
+            raise ConfigError(
+                f"the reference weights of this run, {self._describe(folder, adapters)}, are others now than at its "
+                "start: restore them, or name weights in another folder by rl.reference"
+            )
+        return replace(
+            recorded,
+            reference_folder=folder,
+            reference_adapters="" if adapters is None else str(adapters),
+            reference_digest=digest,
+        )
+
+    def _describe(self, folder: str, adapters: Path | None) -> str:
+        """Name the folders of the weights, or the seed of random ones."""
+        weights = folder or f"random weights of run.seed={self._cfg.run.seed}"
+        return f"{weights} with the adapters in {adapters}" if adapters else weights
 
     def log_probs(self, batch: Batch) -> Tensor:
         """Return the log-probability of each label of this rank's shard, [N, S/cp]. It is collective.
@@ -116,6 +145,15 @@ class KLReference:
     def columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the column of a batch that the penalty reads, or empty without a penalty. It is collective."""
         return {} if self._model is None else {"reference_log_probs": self._model.log_probs(batch)}
+
+    @property
+    def lacks_evaluation(self) -> bool:
+        """True if a signal has prevented the evaluation after the last step."""
+        return self._plateau.lacks_evaluation
+
+    def note_evaluation(self, *, is_done: bool) -> None:
+        """Note whether an evaluation that was due has been done."""
+        self._plateau = replace(self._plateau, lacks_evaluation=not is_done)
 
     def record(self, reward: float) -> bool:
         """Record a held-out reward. On a plateau make the current policy the reference model, and return True.
@@ -166,10 +204,30 @@ class KLReference:
                 f"start a new run with checkpoint.init_from={str(path)!r}, or name the weights by rl.reference"
             )
         source = self._model.source
-        folder = self._plateau.reference_folder if source == self._plateau.reference else ""
-        if folder and not Path(folder).exists():
-            raise ConfigError(
-                f"{folder} is gone, which has the reference weights of this run; restore it, or name other weights by "
-                "rl.reference"
+        recorded = self._plateau
+        has_adapters = self._model.begins_with_adapters
+        is_known = bool(recorded.reference_digest)
+        if source != recorded.reference or (is_known and has_adapters != bool(recorded.reference_adapters)):
+            recorded = replace(
+                recorded, reference=source, reference_folder="", reference_adapters="", reference_digest=""
             )
-        self._plateau = replace(self._plateau, reference=source, reference_folder=self._model.load(folder))
+        for folder in filter(None, (recorded.reference_folder, recorded.reference_adapters)):
+            if not to_path(folder).exists():
+                raise ConfigError(
+                    f"{folder} is gone, which has the reference weights of this run; restore it, or name other weights "
+                    "by rl.reference"
+                )
+        self._plateau = self._model.load(recorded)
+
+
+def _digest_weights(folders: Sequence[Path], adapters: Path | None, drawn: Sequence[object]) -> str:
+    """Return a digest of the files of weights and adapters, and of the settings of weights that are drawn. Collective.
+
+    Only the first rank reads the files.
+    """
+    world = current_world()
+    digest = ""
+    if world.is_rank0:
+        files = [folder_digest(folder) for folder in (*folders, *filter(None, [adapters]))]
+        digest = hashlib.sha256(json.dumps([files, list(drawn)]).encode()).hexdigest()
+    return str(world.broadcast_object(digest))
