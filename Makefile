@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test check lint types rules house golden unit e2e parity parity-core gpu kernel-table bench bench-gpu \
+.PHONY: help setup train test test-slow check lint types rules house golden unit e2e parity parity-core gpu kernel-table bench bench-gpu \
 	bench-gpu-sweep recipes release-check docs docs-serve pictures clean
 .DEFAULT_GOAL := help
 
@@ -85,6 +85,15 @@ e2e: $(PLUGIN) ## run the command line from start to end
 
 parity: $(PLUGIN) ## run every parity test, the wide sweep and the long runs included
 	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
+
+# Every n-th of the sorted test files, so that each part has files of all folders.
+SHARD ?= 1/1
+test-slow: $(PLUGIN) ## run the slow tests, or those of every n-th file from the k-th on: make test-slow SHARD=2/20
+	@files=$$(find tests experiments/tests -name 'test_*.py' | LC_ALL=C sort | awk -v shard='$(SHARD)' 'BEGIN { \
+		split(shard, part, "/"); k = part[1]; n = part[2]; \
+		if (shard !~ /^[0-9]+\/[0-9]+$$/ || k < 1 || k > n + 0) { \
+			print "SHARD=" shard " is not k/n with 1 <= k <= n: make test-slow SHARD=2/20" > "/dev/stderr"; exit 2 } } \
+		NR % n == k % n') && $(PYTEST) $(ABREAST) -m "slow and not gpu" $(ARGS) $$files
 
 parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages, kinds of models, dropping
 	MOEFOLD_TESTS_ASK_TORCH=1 $(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py

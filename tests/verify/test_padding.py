@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, object]] = {
     "least loaded": {"dispatcher": "leastloaded", "moe": LOAN},
     "dedup": {"dispatcher": "dedup_alltoall"},
     "all-gather": {"dispatcher": "allgather"},
-    "fp8": {"moe": {"dispatch_precision": "fp8"}, "model": {"hidden_size": 128}},
+    "fp8": {"moe": {"dispatch_precision": "fp8-blockwise"}, "model": {"hidden_size": 128}},
     "overlap": {"overlap_experts": True},
     "weights early": {"moe": {"weight_in_expert": True}},
     "zero experts": {"model": {"ffn.moe.zero_experts": 3, "ffn.moe.router.softmax": "pre"}},
@@ -80,7 +80,7 @@ WAYS: dict[str, dict[str, object]] = {
         "moe": {"capacity_factor": 0.5},
     },
     "mtp": {"model": {"mtp_layers": 2}},
-    "recompute": {"train": {"recompute": ["moe"]}},
+    "recompute": {"train": {"recompute": ("moe",)}},
     "checked dispatch": {"faults": {"check_dispatch": True}},
 }
 

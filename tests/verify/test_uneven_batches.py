@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, object]] = {
         "moe": {"capacity_factor": 0.5},
     },
     "latent attention, mtp": {"model": {**LATENT, "mtp_layers": 2}},
-    "recompute": {"train": {"recompute": ["moe"]}},
+    "recompute": {"train": {"recompute": ("moe",)}},
     "muon": {"train": {"optimizer": "muon"}},
     "indexers": {"model": SPARSE},
     "checked": {"faults": {"check_dispatch": True, "replica_check_every": 1}},
