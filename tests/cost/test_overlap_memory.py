@@ -1,7 +1,6 @@
 """Two passes that take turns: the tensors that are in memory at the same time, at each point."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
-from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm
+from moefold.cost.activation_columns import activation_table, end_table, layer_table, recomputes_comm
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.memory_columns import ModelChunk, columns_of, recipe_chunk
 from moefold.cost.overlap_memory import (
@@ -90,7 +89,7 @@ def test_a_forward_pass_ends_with_the_tensors_that_a_backward_pass_begins_with(p
     (stage,) = plan_stages(cfg).stages
     chunk = recipe_chunk(cfg.model, stage.parts)
     forward, backward = _intervals(cfg, chunk, splits_backward=False)
-    table = activation_table(formula, cfg.model.distinct_kinds, partial(layer_table, formula))
+    table = activation_table([layer_table(formula, kind) for kind in cfg.model.distinct_kinds], end_table(formula))
     sizes = table.sum(axis=0)
     saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.block_kinds), formula.embedding() + formula.head())
     saved += formula.mtp_layer()

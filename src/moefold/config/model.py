@@ -114,7 +114,7 @@ class ModelConfig(Section):
         """Layer of MTP (multi-token prediction): like the last layer, with its own indexer."""
         return replace(self, mtp_layers=1).all_layers[-1]
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Return whether any layer limits the context of a query."""
         return any(layer.window for layer in self.decoder_layers)

@@ -1,6 +1,6 @@
 """Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,18 +32,14 @@ OFFLOADED_LABELS = {
 """Labels of `PARTS` that each part of train.offload offloads. `layer` offloads everything."""
 
 
-def activation_table(
-    formula: ActivationMemory, layers: Sequence[Layer], table_of_layer: Callable[[Layer], ByteTable]
-) -> ByteTable:
+def activation_table(of_layers: Sequence[ByteTable], of_ends: ByteTable) -> ByteTable:
     """Return the bytes of each column by part with nothing offloaded, [`PARTS`, `MemoryColumns`].
 
     Args:
-        layers: distinct layers of the model, in the order of the columns.
-        table_of_layer: returns `layer_table` of the formula for a kind.
+        of_layers: the `layer_table` of each distinct layer of the model, in the order of the columns.
+        of_ends: their `end_table`.
     """
-    of_layers = np.stack([table_of_layer(layer.kind) for layer in layers], axis=-1)
-    ends = end_columns(formula)
-    return np.hstack([of_layers.reshape(len(PARTS), -1), _by_part(ends[name] for name in END_COLUMNS)])
+    return np.hstack([np.stack(of_layers, axis=-1).reshape(len(PARTS), -1), of_ends])
 
 
 def layer_table(formula: ActivationMemory, kind: Layer, *, overlaps: bool = True) -> ByteTable:
@@ -60,12 +56,15 @@ def layer_table(formula: ActivationMemory, kind: Layer, *, overlaps: bool = True
         "concurrent_wgrad": formula.delayed_wgrad_concurrent(kind),
         **(_snapshot_points(formula, kind) if overlaps else {}),
     }
-    return _by_part(found.get(name, BytesByPart()) for name in LAYER_COLUMNS)
+    return _by_part(found, LAYER_COLUMNS)
 
 
-def _by_part(sizes: Iterable[BytesByPart]) -> ByteTable:
-    """Return sizes as columns, [`PARTS`, sizes]."""
-    return np.array([[parts[part] for part in PARTS] for parts in sizes], dtype=float).T
+def _by_part(sizes: Mapping[str, BytesByPart], columns: Sequence[str]) -> ByteTable:
+    """Return the sizes of columns, 0 for columns without a size, [`PARTS`, columns]."""
+    table = np.zeros((len(PARTS), len(columns)))
+    for name, of_parts in sizes.items():
+        table[:, columns.index(name)] = [of_parts.get(part, 0) for part in PARTS]
+    return table
 
 
 def without_offloaded(table: ByteTable, columns: MemoryColumns, offload: Iterable[str]) -> ByteTable:
@@ -85,19 +84,18 @@ def offload_mask(offload: Iterable[str]) -> NDArray[np.bool_]:
     return np.array(["layer" in parts or label in labels for label in PARTS])
 
 
-def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
-    """Return the bytes of `END_COLUMNS`. Nothing is in transit."""
-    has_mtp = formula.model.mtp_layers > 0
-    return {
+def end_table(formula: ActivationMemory) -> ByteTable:
+    """Return the bytes of `END_COLUMNS` by part, [`PARTS`, columns]. Nothing is in transit."""
+    found = {
         "embedding": formula.embedding(),
         "head": formula.head(),
-        "mtp": formula.mtp_layer() if has_mtp else BytesByPart(),
         "logits": BytesByPart(logits=formula.transient_loss),
         "delayed_head": BytesByPart(logits=formula.delayed_wgrad_head),
-        "delayed_mtp": formula.delayed_wgrad_mtp() if has_mtp else BytesByPart(),
         "hidden": BytesByPart(pipeline=formula.hidden_bytes),
-        "in_transit": BytesByPart(),
     }
+    if formula.model.mtp_layers:
+        found |= {"mtp": formula.mtp_layer(), "delayed_mtp": formula.delayed_wgrad_mtp()}
+    return _by_part(found, END_COLUMNS)
 
 
 def recomputes_comm(recompute: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ of a search in `planner/memory/`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,11 @@ class MemoryColumns:
     def layer_units(self) -> list[int]:
         """State columns of the kinds of layers and of MTP layers, in the order of the bits of a set."""
         return [*range(self.num_kinds), self.state_column("mtp")]
+
+    @cached_property
+    def kind_sets(self) -> NDArray[np.int64]:
+        """1 where a set without `several_layers` has one of `layer_units`, else 0, [sets, units]."""
+        return np.arange(self.several_layers)[:, None] >> np.arange(self.num_kinds + 1) & 1
 
 
 def columns_of(kinds: Sequence[Layer]) -> MemoryColumns:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.schema import Config
-from moefold.cost.activation_columns import activation_table, layer_table, recomputes_comm, without_offloaded
+from moefold.cost.activation_columns import activation_table, end_table, layer_table, recomputes_comm, without_offloaded
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
@@ -82,7 +82,7 @@ def compute_rank_memory(
     if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states, *recipe_stages(cfg))
     kinds = cfg.model.distinct_kinds
-    table = activation_table(formula, kinds, partial(layer_table, formula))
+    table = activation_table([layer_table(formula, kind) for kind in kinds], end_table(formula))
     table = without_offloaded(table, columns_of(kinds), offload)
     chunks, _ = recipe_stages(cfg)
     found = []

@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.cost.memory_columns import Counts, ModelChunk, recipe_chunk, state_counts
 from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import StateBytes, dispatch_buffer_bytes
-from moefold.cost.unit_state_memory import StateMapping, UnitStateMemory, state_mapping
+from moefold.cost.unit_state_memory import BUFFERS, StateMapping, UnitStateMemory, state_mapping
 
 
 def recipe_stages(cfg: Config) -> tuple[list[ModelChunk], list[list[int]]]:
@@ -45,7 +45,8 @@ class RankStateMemory(UnitStateMemory):
     @cached_property
     def max_by_pp_rank(self) -> tuple[StateBytes, ...]:
         """State bytes of the first rank of every pipeline stage, the maximum of its stage."""
-        table = self.table(self._mapping, exchange_bytes=dispatch_buffer_bytes(self.cfg))
+        table = self.table(self._mapping)
+        table[BUFFERS] += self.rank_buffers(self.cfg.parallel.cp, dispatch_buffer_bytes(self.cfg))
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
 
     @cached_property

@@ -17,7 +17,7 @@ from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
-from moefold.cost.memoised import memoised
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ByteTable, Counts, columns_of
 from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.state_bytes import (
@@ -38,6 +38,8 @@ from moefold.cost.state_bytes import (
 
 STATE_FIELDS = tuple(field.name for field in fields(StateBytes))
 """Parts of a table of states."""
+GATHERED = STATE_FIELDS.index("gathered")
+BUFFERS = STATE_FIELDS.index("buffers")
 PARAMS_IN_TRANSIT = 3
 """Parameters whose offloaded moments are in memory at once: one being fetched, one in use, one being written back."""
 
@@ -46,7 +48,6 @@ class StateMapping(NamedTuple):
     """The degrees of a mapping that decide the state bytes of a rank."""
 
     tp: int
-    cp: int
     ep: int
     etp: int
     degrees: tuple[int, int]
@@ -67,7 +68,7 @@ def state_mapping(cfg: Config) -> StateMapping:
     p = cfg.parallel
     is_single = p.world_size == 1
     degrees = (1, 1) if is_single or p.zero == 0 else (p.dp * p.cp, p.edp)
-    return StateMapping(p.tp, p.cp, p.ep, p.etp, degrees, p.zero, is_single, cfg.num_micro_batches > 1)
+    return StateMapping(p.tp, p.ep, p.etp, degrees, p.zero, is_single, cfg.num_micro_batches > 1)
 
 
 class UnitStateMemory:
@@ -108,51 +109,69 @@ class UnitStateMemory:
     def unit_bytes(self, name: Unit, mapping: StateMapping, *, with_optimizer: bool) -> int:
         """Return the state bytes of a unit in a step, on the first rank of a stage."""
         column = next(column for column, unit in self.units.items() if unit == name)
-        states = self.unit_states(column, mapping)
+        states = StateBytes(*self._unit_table(mapping)[:, column].astype(int).tolist())
         gathered = 0 if mapping.zero == 3 else states.gathered
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
-    def unit_states(self, column: int, mapping: StateMapping) -> StateBytes:
-        """Return the state bytes of a unit, by its state column, with all of its weights gathered."""
-        cfg = self.cfg
-        name = self.units[column]
-        dense, experts = (self._weight_states(column, mapping, is_expert) for is_expert in (False, True))
-        copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, name) if mapping.is_single else 0
-        if self._kernels.caches_quantized_weights and caches_quantized_weights(
-            cfg.train, 1 + mapping.has_several_micro_batches, mapping.zero
-        ):
-            copies += quantized_copy_bytes(self.shards(column, mapping))
-        buffers = expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, name) else 0
-        return dense + experts + StateBytes(gathered=copies, buffers=buffers)
+    def _unit_table(self, mapping: StateMapping, *, offloads_moments: bool = False) -> ByteTable:
+        """Return the state bytes of each unit with all of its weights gathered, [`STATE_FIELDS`, columns]."""
+        dense, experts = (self._weight_table(mapping, is_expert, offloads_moments) for is_expert in (False, True))
+        table: ByteTable = dense + experts + self._fixed_table(mapping.is_single)
+        return table
 
-    @memoised(
-        lambda self, column, m, is_expert: (
-            (column, is_expert, m.degrees[is_expert], m.accumulates_gradients, m.is_single),
-            (m.ep, m.etp) if is_expert else m.tp,
-        )
-    )
-    def _weight_states(self, column: int, mapping: StateMapping, is_expert: bool) -> StateBytes:
-        """Return the state bytes of the experts of a unit, or of its other weights, without buffers.
+    @memoised(all_arguments)
+    def _fixed_table(self, is_single: bool) -> ByteTable:
+        """Return the bytes of each unit that no degree divides: buffers, and the cast copies of a single rank."""
+        cfg = self.cfg
+        table = np.zeros((len(STATE_FIELDS), self.columns.state_size))
+        for column, name in self.units.items():
+            if has_experts(cfg.model, name):
+                table[BUFFERS, column] = expert_buffer_bytes(cfg.model, cfg.moe)
+            if is_single:
+                table[GATHERED, column] = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, name)
+        return table
+
+    def _weight_key(self, m: StateMapping, is_expert: bool, offloads_moments: bool) -> tuple[object, ...]:
+        shards = (m.ep, m.etp) if is_expert else m.tp
+        cached = self._caches_quantized_weights(m)
+        return is_expert, shards, m.degrees[is_expert], m.accumulates_gradients, m.is_single, cached, offloads_moments
+
+    @memoised(_weight_key)
+    def _weight_table(self, mapping: StateMapping, is_expert: bool, offloads_moments: bool) -> ByteTable:
+        """Return the bytes of the experts of each unit, or of its other weights, [`STATE_FIELDS`, columns].
 
         These are the bytes of the first data-parallel rank, which holds most: later ranks get the remaining rows.
         """
-        own = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
-        gathered = 0 if mapping.is_single else self._gathered_bytes(own, mapping)
-        weights = gradients = sums = moments = 0
-        for weight in own:
-            shards = weight.dp_shards(mapping.degrees[is_expert])
-            if self._trained_names not in weight.name:
-                # With adapters alone, frozen weights are in the compute type unless they are read in the master type.
-                is_narrow = self.cfg.trains_adapters_only and not weight.is_full_precision
-                weights += shards.padded_numel * (self._compute_bytes if is_narrow else self._master_bytes)
-                continue
-            weights += shards.padded_numel * self._master_bytes
-            gradients += shards.padded_numel * self._gradient_bytes
-            if mapping.accumulates_gradients:
-                sums += shards.padded_numel * shards.degree * self._gradient_bytes
-            moments += sum(size for size, _ in self._moments(weight, mapping))
-        return StateBytes(weights, gathered, gradients, sums, moments)
+        table = np.zeros((len(STATE_FIELDS), self.columns.state_size))
+        for column in self.units:
+            own = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
+            gathered = 0 if mapping.is_single else self._gathered_bytes(own, mapping)
+            if self._caches_quantized_weights(mapping):
+                gathered += quantized_copy_bytes(own)
+            weights = gradients = sums = moments = 0
+            for weight in own:
+                shards = weight.dp_shards(mapping.degrees[is_expert])
+                if self._trained_names not in weight.name:
+                    # With adapters alone, frozen weights are in the compute type unless they are read in the master
+                    # type.
+                    is_narrow = self.cfg.trains_adapters_only and not weight.is_full_precision
+                    weights += shards.padded_numel * (self._compute_bytes if is_narrow else self._master_bytes)
+                    continue
+                weights += shards.padded_numel * self._master_bytes
+                gradients += shards.padded_numel * self._gradient_bytes
+                if mapping.accumulates_gradients:
+                    sums += shards.padded_numel * shards.degree * self._gradient_bytes
+                moments += sum(size for size, _ in self._moments(weight, mapping))
+            if offloads_moments:
+                moments -= sum(self._offloaded_bytes(weight, mapping) for weight in own)
+            table[:, column] = weights, gathered, gradients, sums, moments, 0
+        return table
+
+    def _caches_quantized_weights(self, mapping: StateMapping) -> bool:
+        return self._kernels.caches_quantized_weights and caches_quantized_weights(
+            self.cfg.train, 1 + mapping.has_several_micro_batches, mapping.zero
+        )
 
     def _moments(self, weight: ParamSpec, mapping: StateMapping) -> Iterator[tuple[int, int]]:
         """Yield the bytes of each state of a weight, and the bytes that decide whether it is offloaded. 0: never.
@@ -176,43 +195,47 @@ class UnitStateMemory:
             total += shards.padded_numel * shards.degree * item_bytes
         return total
 
-    def table(self, mapping: StateMapping, *, exchange_bytes: int, offloads_moments: bool = False) -> ByteTable:
-        """Return the bytes of each state column, [`STATE_FIELDS`, columns].
+    def table(self, mapping: StateMapping, *, offloads_moments: bool = False) -> ByteTable:
+        """Return the bytes of each state column without `rank_buffers`, [`STATE_FIELDS`, columns].
 
         Args:
-            exchange_bytes: bytes of a rank's symmetric memory.
             offloads_moments: whether moments are in the host's memory between updates.
         """
         columns = self.columns
-        table = np.zeros((len(STATE_FIELDS), columns.state_size))
-        for column in self.units:
-            states = self.unit_states(column, mapping)
-            table[:, column] = [getattr(states, name) for name in STATE_FIELDS]
-            if offloads_moments:
-                table[STATE_FIELDS.index("optimizer"), column] -= sum(self.offloaded_unit(column, mapping))
+        table = self._unit_table(mapping, offloads_moments=offloads_moments)
         if self.cfg.model.last_stage_needs_embedding:
             for name in ("second_embedding", "following_embedding"):
                 table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
             # On the rank of the first stage the copy has no moments, and no separate gradient after the reduction.
             table[STATE_FIELDS.index("optimizer"), columns.state_column("following_embedding")] = 0
-        table[STATE_FIELDS.index("buffers"), columns.state_column("stage")] = rope_buffer_bytes(
-            self.cfg.run, self.cfg.model, self.cfg.train, mapping.cp
-        )
-        # A rank counts one set of kinds.
-        table[STATE_FIELDS.index("buffers"), columns.first_kind_set :] = exchange_bytes
         if mapping.zero == 3 and not mapping.is_single:
-            # Layers gather their weights one after another: the largest layer of a rank counts, and its prefetched one.
-            # The own weights of the FSDP root stay gathered.
-            prefetched = self.prefetched_bytes(mapping)
-            gathered = table[STATE_FIELDS.index("gathered")]
-            for kind_set in range(columns.several_layers):
-                contained = [column for bit, column in enumerate(columns.layer_units) if kind_set >> bit & 1]
-                at = columns.first_kind_set + kind_set
-                gathered[at] = max(gathered[contained], default=0)
-                next_layer = max((prefetched[column] for column in contained if column in prefetched), default=0)
-                gathered[at + columns.several_layers] = gathered[at] + next_layer
-            gathered[columns.layer_units] = 0
+            # Layers gather their weights one after another: the largest layer of a rank counts, and the weights of the
+            # next one that are gathered meanwhile. The own weights of the FSDP root stay gathered.
+            gathered = table[GATHERED]
+            layers = columns.layer_units
+            prefetched = sum(
+                self._weight_table(mapping, is_expert, offloads_moments)[GATHERED, layers]
+                for is_expert in (False, True)
+                if mapping.degrees[is_expert] > 1
+            )
+            largest = (columns.kind_sets * gathered[layers]).max(axis=1)
+            next_layer = (columns.kind_sets * prefetched).max(axis=1)
+            gathered[columns.first_kind_set :] = np.concatenate([largest, largest + next_layer])
+            gathered[layers] = 0
         return table
+
+    def rank_buffers(self, cp: int, exchange_bytes: int) -> Counts:
+        """Return the bytes of buffers that do not belong to a unit, [columns].
+
+        Args:
+            exchange_bytes: bytes of a rank's symmetric memory.
+        """
+        found = np.zeros(self.columns.state_size)
+        cfg = self.cfg
+        found[self.columns.state_column("stage")] = rope_buffer_bytes(cfg.run, cfg.model, cfg.train, cp)
+        # A rank counts one set of kinds.
+        found[self.columns.first_kind_set :] = exchange_bytes
+        return found
 
     def moments_in_transit(self, mapping: StateMapping, counts: Counts) -> Counts:
         """Return the most bytes of offloaded moments in memory during an update, [ranks].
@@ -240,27 +263,16 @@ class UnitStateMemory:
             sizes[self.columns.state_column("second_embedding")] = sizes[embedding]
         return sizes
 
-    def prefetched_bytes(self, mapping: StateMapping) -> dict[int, int]:
-        """Return the bytes of each unit that are gathered while the layer before it computes, by its column.
-
-        Weights of a single rank are cast at their use.
-        """
-        return {
-            column: self._gathered_bytes(
-                (w for w in self.shards(column, mapping) if mapping.degrees[w.is_expert] > 1), mapping
-            )
-            for column in self.units
-        }
-
     @memoised(lambda self, column, m: (column, m.tp, m.ep, m.etp, m.degrees))
     def offloaded_unit(self, column: int, mapping: StateMapping) -> list[int]:
-        """Return the moment bytes of each weight that is large enough for `optim/state_offload.py` to offload."""
-        least = max(self.cfg.train.offload_min_kib * 2**10, 1)
-        found = (
-            sum(size for size, deciding in self._moments(weight, mapping) if deciding >= least)
-            for weight in self.shards(column, mapping)
-        )
+        """Return the offloaded moment bytes of each weight, largest first."""
+        found = (self._offloaded_bytes(weight, mapping) for weight in self.shards(column, mapping))
         return sorted((size for size in found if size), reverse=True)
+
+    def _offloaded_bytes(self, weight: ParamSpec, mapping: StateMapping) -> int:
+        """Return the moment bytes of a weight that are large enough for `optim/state_offload.py` to offload."""
+        least = max(self.cfg.train.offload_min_kib * 2**10, 1)
+        return sum(size for size, deciding in self._moments(weight, mapping) if deciding >= least)
 
     @memoised(lambda self, column, m: (column, m.tp, m.ep, m.etp))
     def shards(self, column: int, mapping: StateMapping) -> tuple[ParamSpec, ...]:

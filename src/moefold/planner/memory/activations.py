@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
     activation_table,
-    end_columns,
+    end_table,
     layer_table,
     offload_mask,
     recomputes_comm,
@@ -25,7 +26,7 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memoised import memoised
-from moefold.cost.memory_columns import ByteTable, columns_of
+from moefold.cost.memory_columns import END_COLUMNS, ByteTable, columns_of
 from moefold.cost.recompute_parts import NETWORK_PARTS
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -157,15 +158,23 @@ class ActivationMemoryTable:
         totals[:, columns.end_column("in_transit")] = in_transit
         return totals, offloaded
 
+    @memoised(lambda self, m: (m.tp, m.ep, m.etp, self._table_cp(m), self._table_mbs(m), m.dispatcher, m.overlap))
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
-        """Return the cache key of the tables, without the tokens of a micro-batch where the bytes follow them."""
-        dispatcher = _like_in_memory(mapping.dispatcher)
-        # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
-        has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
-        ep = mapping.ep if has_ep else min(mapping.ep, 2)
-        imbalance = min(self.workload.max_over_mean(mapping.ep), mapping.ep)
-        size = self._table_cp(mapping), self._table_mbs(mapping)
-        return (mapping.tp, *size, mapping.etp, ep, imbalance, dispatcher, mapping.overlap)
+        """Return the values that decide the tables of a mapping.
+
+        Of ep these are the tokens of the experts and the bytes of their exchanges, which many ep and dispatchers share.
+        """
+        m = mapping
+        key: tuple[Any, ...] = m.tp, self._table_cp(m), self._table_mbs(m), m.overlap
+        formula = self._table_formula(m, ())
+        for part in (kind.ffn for kind in self.model_spec.kinds):
+            if isinstance(part, RoutedPart):
+                experts = ExpertMemory(formula, part)
+                # Experts that run one after another have a part of the tokens.
+                ep = m.ep * m.etp > 1 if self.kernel_profile.grouped_experts else m.ep
+                buffers = part.transient(formula).total(), experts.exchange_bytes if m.overlap else None
+                key += (m.etp, ep, experts.dispatcher, experts.expert_tokens, *buffers)
+        return key
 
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
@@ -188,13 +197,19 @@ class ActivationMemoryTable:
     def _fixed_head_bytes(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each column that are not proportional to the tokens: of chunks and tiles of the loss."""
         found = np.zeros(self.columns.size)
-        plain, _ = self._recompute_table(mapping, ())
-        ends = end_columns(self._formula(mapping))
+        sizes = end_table(self._formula(mapping)) - self._end_table(mapping, ()) * self._samples(mapping)
         # The recomputed parts of the layer of `mtp` change its size by a multiple of the tokens.
         for name in ("head", "mtp", "logits", "delayed_head"):
-            column = self.columns.end_column(name)
-            found[column] = ends[name].total() - plain[column] * self._samples(mapping)
+            found[self.columns.end_column(name)] = sizes[:, END_COLUMNS.index(name)].sum()
         return found
+
+    def _end_key(self, m: ParallelMapping, recompute: tuple[str, ...]) -> tuple[Any, ...]:
+        has_layers = self.model_spec.config.mtp_layers > 0
+        return (*self.cache_key(m), recompute) if has_layers else (m.tp, self._table_cp(m), self._table_mbs(m))
+
+    @memoised(_end_key)
+    def _end_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
+        return end_table(self._table_formula(mapping, recompute))
 
     @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
     def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> tuple[ByteTable, ByteTable]:
@@ -209,11 +224,12 @@ class ActivationMemoryTable:
 
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
         """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
-        sized = replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping))
-        formula = self._formula(sized, recompute)
-        return activation_table(
-            formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
-        )
+        formula = self._table_formula(mapping, recompute)
+        of_layers = [self._layer_table(formula, layer, mapping) for layer in self.model_spec.kinds]
+        return activation_table(of_layers, self._end_table(mapping, recompute))
+
+    def _table_formula(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ActivationMemory:
+        return self._formula(replace(mapping, cp=self._table_cp(mapping), mbs=self._table_mbs(mapping)), recompute)
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""

@@ -44,11 +44,14 @@ class StateMemoryTable:
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each state column, [parts, columns]."""
-        return self._table(mapping, self._state_mapping(mapping))[0]
+        table = self._table(mapping, self._state_mapping(mapping))[0].copy()
+        table[STATE_PARTS.index("buffers")] += self._rank_buffers(mapping)
+        return table
 
     def total_bytes(self, mapping: ParallelMapping) -> ByteTable:
         """Return the sum of `bytes_by_part` over parts, [columns]."""
-        return self._table(mapping, self._state_mapping(mapping))[1]
+        total: ByteTable = self._table(mapping, self._state_mapping(mapping))[1] + self._rank_buffers(mapping)
+        return total
 
     def update_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes of prefetched moments and of the weights that the optimizer copies, [snapshots].
@@ -66,15 +69,15 @@ class StateMemoryTable:
             return found
         return found + self._units.moments_in_transit(state_mapping, state_counts)
 
-    @memoised(lambda self, m, states: (states, OFFLOADED_OPTIMIZER in m.offload, self.exchange_bytes(m)))
+    @memoised(lambda self, m: (m.cp, self.exchange_bytes(m)))
+    def _rank_buffers(self, mapping: ParallelMapping) -> ByteTable:
+        return self._units.rank_buffers(mapping.cp, self.exchange_bytes(mapping))
+
+    @memoised(lambda self, m, states: (states, OFFLOADED_OPTIMIZER in m.offload))
     def _table(self, mapping: ParallelMapping, state_mapping: StateMapping) -> tuple[ByteTable, ByteTable]:
-        """Return `bytes_by_part` and `total_bytes`."""
+        """Return `bytes_by_part` and `total_bytes` without the buffers of a rank."""
         is_offloaded = OFFLOADED_OPTIMIZER in mapping.offload
-        fields = self._units.table(
-            state_mapping,
-            exchange_bytes=self.exchange_bytes(mapping),
-            offloads_moments=is_offloaded,
-        )
+        fields = self._units.table(state_mapping, offloads_moments=is_offloaded)
         sums = fields[STATE_FIELDS.index("gradient_sums")]
         table = fields[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
         gradients = table[STATE_PARTS.index("gradients")]
@@ -94,16 +97,7 @@ class StateMemoryTable:
         else:
             degrees = m.dp * m.cp, m.edp
         is_accumulated = m.num_micro_batches(self.workload.global_batch_size) > 1
-        return StateMapping(
-            tp=m.tp,
-            cp=m.cp,
-            ep=m.ep,
-            etp=m.etp,
-            degrees=degrees,
-            zero=m.zero,
-            is_single=is_single,
-            has_several_micro_batches=is_accumulated,
-        )
+        return StateMapping(m.tp, m.ep, m.etp, degrees, m.zero, is_single, is_accumulated)
 
     def exchange_bytes(self, mapping: ParallelMapping) -> int:
         """Return the bytes that the dispatcher of a mapping reserves for its exchanges, or 0 for most dispatchers."""
