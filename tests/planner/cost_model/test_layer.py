@@ -1,5 +1,6 @@
 """Prices of many layers at once, as arrays, equal the prices of each layer."""
 
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -42,15 +43,18 @@ def test_networks_as_an_array_have_the_prices_of_each_network(model, workload):
     degrees = [(ep, etp, random.sample(DISPATCHERS, 3)) for ep in (1, 2, 8) for etp in (1, 4)]
     for kind in range(len(spec.kinds)):
         sums = many.network_sums(kind, list(mappings.values()), degrees)
-        for i, (ep, etp, dispatchers) in enumerate(degrees):
-            for j, m in enumerate(mappings.values()):
-                for part in dispatchers:
-                    one = ParallelMapping(tp=m.tp, cp=m.cp, mbs=m.mbs, ep=ep, etp=etp, dispatcher=part)
-                    alone = LayerCostModel(spec, device, work).feed_forward(kind, one)
-                    np.testing.assert_allclose(sums[part][:, i, j], alone.sums, rtol=1e-12)
-                    # A layer that is taken out of the array has the items of the layer alone.
-                    taken = many.feed_forward(kind, one)
-                    for name in ("forward", "backward", "recompute"):
-                        parts, seconds = zip(*getattr(alone, name), strict=True)
-                        assert tuple(part for part, _ in getattr(taken, name)) == parts
-                        assert [own for _, own in getattr(taken, name)] == pytest.approx(seconds, rel=1e-12, abs=0)
+        places = product(enumerate(degrees), enumerate(mappings.values()))
+        for (i, (ep, etp, dispatchers)), (j, m) in places:
+            for part in dispatchers:
+                one = ParallelMapping(tp=m.tp, cp=m.cp, mbs=m.mbs, ep=ep, etp=etp, dispatcher=part)
+                alone = LayerCostModel(spec, device, work).feed_forward(kind, one)
+                np.testing.assert_allclose(sums[part][:, i, j], alone.sums, rtol=1e-12)
+                assert_equal_items(many.feed_forward(kind, one), alone)
+
+
+def assert_equal_items(taken, alone):
+    """Compare a block that is taken out of an array with the block that is priced alone."""
+    for name in ("forward", "backward", "recompute"):
+        parts, seconds = zip(*getattr(alone, name), strict=True)
+        assert tuple(part for part, _ in getattr(taken, name)) == parts
+        assert [own for _, own in getattr(taken, name)] == pytest.approx(seconds, rel=1e-12, abs=0)
