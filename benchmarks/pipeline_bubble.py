@@ -30,7 +30,7 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_schedule import MicroBatch, PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.message_plan import plan_messages
 from moefold.topology.schedules import runtime_slots, schedule_named, schedule_rows, stage_ranks

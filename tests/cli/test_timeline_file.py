@@ -9,7 +9,7 @@ import pytest
 
 from moefold.cli.timeline_file import TRACKS, chrome_trace, write_timeline
 from moefold.errors import ConfigError
-from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.simulator.simulate import StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, subtract_spans
 from moefold.topology.schedules import schedule_rows

@@ -11,8 +11,8 @@ from moefold.config.base.pipeline_actions import find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.launch.rank_pool import WorkerPool
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.simulator.simulate import StageSegments, simulate

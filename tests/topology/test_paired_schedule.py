@@ -3,7 +3,7 @@
 import pytest
 
 from moefold.config.base.pipeline_actions import Action, find_deadlock, one_per_slot
-from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import schedule_rows
 

@@ -6,7 +6,7 @@ from moefold.config.base.pipeline_actions import Action
 from moefold.config.load import config_from_dict
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
-from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedule_file import read_schedule
 from moefold.topology.schedules import stage_ranks

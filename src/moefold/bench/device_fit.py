@@ -15,7 +15,8 @@ import numpy as np
 from moefold.cost.hardware import HIGH_PRECISION_DTYPES, Device, NetworkLink
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_to_all_s
 from moefold.planner.cost_model.gemm import BF16, GemmCost
-from moefold.planner.cost_model.layer import attention_core_s, swiglu_mlp_s
+from moefold.planner.cost_model.mixer import attention_core_s
+from moefold.planner.cost_model.network import swiglu_mlp_s
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 SMALLEST_HALF = 1.0

@@ -10,13 +10,9 @@ from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
-from moefold.planner.cost_model.layer import (
-    RING_KERNELS,
-    SCAN_SHARE,
-    UNPADDED_DROP_KERNELS,
-    LayerCostModel,
-    attention_core_s,
-)
+from moefold.planner.cost_model.layer import LayerCostModel
+from moefold.planner.cost_model.mixer import RING_KERNELS, SCAN_SHARE, attention_core_s
+from moefold.planner.cost_model.network import UNPADDED_DROP_KERNELS
 from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_CATEGORIES, TUNED_HOST_FRACTION, CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping

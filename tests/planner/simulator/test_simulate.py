@@ -8,8 +8,8 @@ import pytest
 
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import Noise, StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
 from moefold.topology.schedules import schedule_rows

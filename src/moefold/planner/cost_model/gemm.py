@@ -42,6 +42,7 @@ class GemmCost:
         if precision not in device.peak_flops:
             raise ConfigError(f"{device.name} has matrix units for {', '.join(device.peak_flops)}, not for {precision}")
         self.device = device
+        self.workload = workload
         self.peak_fraction = device.gemm_fraction.get(precision, device.gemm_fraction["bf16"])
         slowdown = 1.0 if workload.is_low_precision else device.dtype_slowdown(workload.dtype)
         self.flops_per_s = device.peak(precision) * self.peak_fraction / slowdown

@@ -21,10 +21,11 @@ from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.recompute_parts import containing_part, recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
+from moefold.planner.cost_model.block import BlockTime, DirectionCost, micro_batch_tokens, tp_gather
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel
+from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
@@ -445,9 +446,9 @@ class CostModel:
         """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
         model = self.model_spec.config
         gemm = self.layer_costs.gemm
-        tokens = self.layer_costs.tokens(mapping)
+        tokens = micro_batch_tokens(self.workload, mapping)
         _, width = shard_rows(model.vocab_size, mapping.tp, 0)
-        gather = self.layer_costs.tp_gather(mapping).seconds
+        gather = tp_gather(gemm, model.hidden_size, mapping).seconds
         logits = gemm.memory_bound_s(tokens * width * 4)
         forward_s, backward_s, weights_s = gemm.linear_s(tokens, model.hidden_size, width)
         repeats = 1 + (model.mtp_layers if self.workload.runs_mtp else 0)
@@ -472,7 +473,7 @@ class CostModel:
         """Return the seconds of one send of hidden states to the next stage, or of their gradients back."""
         if mapping.pp == 1:
             return 0.0
-        tokens = self.layer_costs.tokens(mapping) / mapping.tp
+        tokens = micro_batch_tokens(self.workload, mapping) / mapping.tp
         num_bytes = tokens * self.model_spec.config.hidden_size * self.workload.value_bytes
         return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 

@@ -30,7 +30,7 @@ from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.cost.memoised import memoised
-from moefold.planner.cost_model.layer import block_of_sums
+from moefold.planner.cost_model.block import block_of_sums
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory

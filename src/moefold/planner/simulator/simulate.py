@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from moefold.config.base.part import Part
 from moefold.config.base.pipeline_actions import Action, ActionResult, SlotRow, execute_order, find_deadlock
 from moefold.cost.memory_columns import ModelChunk, chunk_of
-from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.cost_model.block import CostItem
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
