@@ -296,7 +296,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         import_part_files(tree, path.parent)
     recipe = deepcopy(tree)
     folder = Path() if path is None else path.parent
-    messages = apply_overrides(tree, overrides, folder)
+    messages = []
+    if path is not None and not any(tree.values()):
+        messages.append(f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe")
+    messages += apply_overrides(tree, overrides, folder)
     import_part_files(tree, folder)
     messages += shorten_lr_schedule(tree, recipe, overrides)
     explicit_keys = frozenset(_names_of_keys(tree))

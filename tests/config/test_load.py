@@ -363,3 +363,13 @@ def test_a_refused_value_has_fields(word, fields):
     [found] = refused.value.problems
     key, value, rule, way_out = fields
     assert (found.key, found.value, found.rule, found.way_out) == (key, value, rule, way_out.format(key))
+
+
+@pytest.mark.parametrize("text", ["", "format = 1\n", "format = 2\n[model]\n"])
+def test_a_recipe_that_sets_no_key_is_noticed(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    [notice] = load_recipe(path).messages
+    assert notice == f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe"
+    path.write_text(f"{text}[run]\nsteps = 2\n")
+    assert load_recipe(path).messages == ()

@@ -20,7 +20,6 @@ from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.message_text import closest_match
 from moefold.terminal import printable
 
-OVERRIDES_HELP = "settings that override the recipe"
 UNBROKEN_SPACE = "\N{NO-BREAK SPACE}"
 _QUOTED = re.compile(r"""(?<!\S)'[^']*'(?!\S)|"[^"]*["]""")
 
@@ -37,11 +36,19 @@ class CommandParser(argparse.ArgumentParser):
         """Build the parser from its texts and argparse's other settings."""
         settings = {"formatter_class": _ParagraphFormatter} | settings
         super().__init__(prog=prog, description=description, epilog=epilog, **settings)
+        self._takes_settings = False
 
     def recipe(self, text: str) -> None:
         """Add a recipe and the settings that override it."""
         self.add_argument("recipe", metavar="RECIPE.toml", help=text)
-        self.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES_HELP)
+        self.settings("settings that override the recipe")
+
+    def settings(
+        self, text: str, metavar: str = "section.key=value", name: str = "overrides", nargs: str = "*"
+    ) -> None:
+        """Add words that set recipe keys, among others if they have another name than `overrides`."""
+        self.add_argument(name, nargs=nargs, metavar=metavar, help=text)
+        self._takes_settings = True
 
     def flag(self, name: str, text: str) -> None:
         """Add a switch, off by default."""
@@ -69,7 +76,6 @@ class CommandParser(argparse.ArgumentParser):
             return ""
         from moefold.config.keys.paths import key_types, sections
 
-        takes_settings = any(str(action.metavar).endswith("key=value") for action in self._actions)
         options = [option for action in self._actions for option in action.option_strings]
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
             plain = name.replace("-", "_")
@@ -77,9 +83,9 @@ class CommandParser(argparse.ArgumentParser):
             section, _, key = plain.partition(".")
             if option in options:
                 return f"moefold calls this {option}"
-            if takes_settings and section in sections() and key in key_types(section):
+            if self._takes_settings and section in sections() and key in key_types(section):
                 return f"settings have no dashes: {section}.{key}=VALUE"
-            if takes_settings and key_hint(name):
+            if self._takes_settings and key_hint(name):
                 return key_hint(name)
             if guess := closest_match(f"--{name}", options, cutoff=0.75):
                 return f"did you mean {guess}?"

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the mapping; see below")
+    parser.settings("the mapping; see below")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tokens", type=Path, metavar="FILE.npy", help="ids, one row of integers")
     source.add_argument("--text", type=Path, metavar="FILE", help="text in UTF-8, for the model's tokenizer")

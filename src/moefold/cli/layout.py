@@ -147,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "moefold layout", "Show the position of each rank in the attention view and in the MoE view.", EPILOG
     )
-    parser.add_argument(
-        "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that override it"
-    )
+    parser.settings("a recipe, then keys that override it", "RECIPE.toml | key=value", "words", "+")
     parser.flag("--json", "print the rank groups of both views as one JSON object")
     parser.option("--picture", Path, "FILE", "also draw views and stages into FILE (.png, .svg or .pdf)")
     parser.flag("--force", "replace files that exist")

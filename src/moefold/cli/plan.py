@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
-    add("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe or the defaults")
+    parser.settings("settings that override the recipe or the defaults")
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens per sample (default: the recipe's, 4096)")

@@ -202,7 +202,7 @@ def _print(timeline: Timeline) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("moefold simulate", "Simulate one step of a recipe, on GPUs that need not exist.", EPILOG)
-    parser.add_argument("words", nargs="*", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
+    parser.settings("a recipe, then overrides", "RECIPE.toml | section.key=value", "words")
     parser.option("--run", Path, "RUN_DIR", "simulate the recipe of this run and compare with its step time")
     parser.option("--gpu", "h100", None, f"{', '.join(device_names())}, or FILE.toml (default h100)")
     parser.option("--precision", str, None, "number format of GEMMs (default: the recipe's)", choices=PRECISIONS)

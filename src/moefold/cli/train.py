@@ -3,7 +3,7 @@
 import argparse
 from functools import partial
 
-from moefold.cli.command_parser import OVERRIDES_HELP, CommandParser, recipe_and_overrides, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, recipe_and_overrides, report_on_local_rank0
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECIPE.toml",
         help="the recipe, for example recipes/quickstart.toml; without one, the settings change the defaults",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES_HELP)
+    parser.settings("settings that override the recipe")
     parser.add_argument(
         "--keys",
         nargs="?",

@@ -115,9 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="model.ffn.moe.top_k=2, checkpoint.upcycle.noise=0.1"
-    )
+    parser.settings("model.ffn.moe.top_k=2, checkpoint.upcycle.noise=0.1")
     parser.option("--granularity", int, None, "slices of a copy (default 1); num_experts counts slices")
     parser.option("--seed", 0, None, "seed of the router weights and of the noise (default 0)")
     add_ignore_key_option(parser)

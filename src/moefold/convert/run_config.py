@@ -1,6 +1,6 @@
 """Settings of the run that wrote a checkpoint, from the config.json next to it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,17 @@ def config_of_run(option: str, run_dir: Path) -> Config:
     return parse_run_config(tree, path)
 
 
-def find_run_config(path: Path, model: ModelConfig) -> Config | None:
-    """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
+def find_run_config(path: Path, model: ModelConfig, sections: Collection[str] = ()) -> Config | None:
+    """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches.
+
+    Args:
+        sections: the sections to read, [model] among them. The parts of others need not be there. Empty: all.
+    """
     for folder in (path.parent.parent, path.parent):
         tree = read_settings(folder / CONFIG_FILE)
         if "model" in tree and "run" in tree:
-            cfg = parse_run_config(tree, folder / CONFIG_FILE)
+            wanted = {name: keys for name, keys in tree.items() if not sections or name in sections}
+            cfg = parse_run_config(wanted, folder / CONFIG_FILE)
             if not model_differences(model_sizes(model), cfg.model):
                 return cfg
     return None

@@ -9,6 +9,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_m
 from moefold.checkpoint.find_checkpoint import names_best, newest_checkpoint, skipped_checkpoints
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.config.model import ModelConfig
+from moefold.config.schema import SECTIONS_OF_USE
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.moe import MoEConfig
 from moefold.convert.families.hf_config import inspect_folder, is_hf_folder, read_hf_config
@@ -97,7 +98,7 @@ def checkpoint_source(path: Path) -> ModelSource:
     keys = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}
     cfg = parse_run_config({"model": meta.model | {"preset": ""}, "data": data}, path / META_FILE)
-    run = find_run_config(path, cfg.model)
+    run = find_run_config(path, cfg.model, SECTIONS_OF_USE)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     # Old checkpoints do not record a dtype.
     is_float64 = (meta.dtype or ("" if run is None else run.run.dtype)) == "float64"

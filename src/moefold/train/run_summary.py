@@ -1,7 +1,6 @@
 """First and last lines of a run's log: its settings, how it ended, and the next command to type."""
 
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from signal import Signals
 
@@ -12,7 +11,7 @@ from moefold.config.base.plugins import origin_of
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.schema import SECTIONS_OF_USE, Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.lora import LoraConfig
@@ -231,8 +230,8 @@ def next_commands(cfg: Config) -> list[str]:
 
 
 def _part_options(cfg: Config) -> str:
-    """Return the options that name the files of parts, which commands need to read the run."""
-    origins = (origin_of(type(part)) for field in fields(cfg) for part in parts_in(getattr(cfg, field.name)))
+    """Return the options that name the files of parts, which commands need to use the model."""
+    origins = (origin_of(type(part)) for section in SECTIONS_OF_USE for part in parts_in(getattr(cfg, section)))
     files = (f"{origin.file}:{kind.rpartition(':')[2]}" for kind, origin in origins if origin.file)
     return "".join(f" --part {shlex.quote(file)}" for file in dict.fromkeys(files))
 
