@@ -255,7 +255,7 @@ class PeerSnapshots:
         self._plan = None
 
     def generations(self) -> list[SnapshotGeneration]:
-        """Return the confirmed generation, and the next one if it has begun. Local."""
+        """Return the confirmed generation, and the next one if it has begun. It does not communicate."""
         return [self.generation] if self._unconfirmed is None else [self.generation, self._unconfirmed]
 
     def keep_generation(self, number: int) -> None:

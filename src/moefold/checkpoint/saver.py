@@ -1,4 +1,4 @@
-"""Checkpoint savers: synchronous, or asynchronous in a background thread. Never two saves at a time."""
+"""Checkpoint savers: synchronous, or asynchronous in a background thread. Two saves never overlap."""
 
 import logging
 import threading

@@ -43,7 +43,7 @@ MESSAGE_ELEMENTS = 2**22
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole sharded tensor on every rank of its mesh. Collective over that mesh (all-reduce)."""
+    """Return the whole sharded tensor on every rank of its mesh. It is collective over that mesh (all-reduce)."""
     ((_, full),) = full_tensors({"": tensor})
     return full
 

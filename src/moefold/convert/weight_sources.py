@@ -331,7 +331,7 @@ def share_of_rank(items: Sequence[Item], sizes: Sequence[int], world: World) -> 
 
 
 def verify_against_folder(source: WeightSource, folder: HfSource, world: World) -> None:
-    """Compare a checkpoint with a folder, some rows at a time. Refuse differences. Collective over `world`."""
+    """Compare a checkpoint with a folder, some rows at a time. Refuse differences. It is collective over `world`."""
     wrong = []
     for group in assign_groups(folder.mapping, world):
         for hf_name in group:

@@ -69,8 +69,7 @@ class PackedPairs(PackedMembers):
     * "is_desirable" [K / 2]: the label of each pair (kto).
     * "reference_log_probs" [K]: sums of the reference model, if the loss needs one.
 
-    The weights of the targets of sequence 2k add up to 1. Both sequences of a pair are consecutive conversations, and
-    have targets after `cut_lengths`.
+    Weights of sequence 2k add up to 1. Both sequences are consecutive conversations with targets after `cut_lengths`.
     """
 
     noun = "pairs"

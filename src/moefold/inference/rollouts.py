@@ -57,7 +57,7 @@ class CollectedRollouts:
 
 
 class CompletionEngine(Protocol):
-    """Generator of completions: `GenerationEngine`, or a server. Collective over the ranks of a mapping."""
+    """Generator of completions: `GenerationEngine`, or a server. It is collective over the ranks of a mapping."""
 
     def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
         """Return a completion of every request, in their order. See `GenerationEngine.generate`."""

@@ -58,7 +58,7 @@ class OuterOptimizer(OuterWeights):
         return round_
 
     def begin_next(self) -> None:
-        """Begin the training of the next round, while the exchange of this round runs. Local."""
+        """Begin the training of the next round, while the exchange of this round runs. It does not communicate."""
 
     def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Undo `begin_next` after a failed exchange, whose round is not applied. It does not communicate.
@@ -83,7 +83,7 @@ class OuterOptimizer(OuterWeights):
         return self.step(round_.delta, round_.mean, round_.fragments, keep_local=keep_local), {}
 
     def skip(self) -> None:
-        """Record that a due outer step does not take place. Local."""
+        """Record that a due outer step does not take place. It does not communicate."""
 
     @property
     def transferred_state(self) -> int:
@@ -218,6 +218,6 @@ class OuterOptimizer(OuterWeights):
         return True
 
     def set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0) -> None:
-        """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers. Local."""
+        """Mix means of buffers, which follow the parameters in `mean`, into the buffers. It does not communicate."""
         for buffer, values in self.buffer_slices(mean, fragments):
             mix(buffer, values, keep_local)

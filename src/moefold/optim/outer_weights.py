@@ -97,7 +97,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Set the outer weights to the present weights, at the start of a run. Local."""
+        """Set the outer weights to the present weights, at the start of a run. It does not communicate."""
         for name, (weights,) in self.visit(list(self._parameters), ["weights"]):
             weights.copy_(local_tensor(self._parameters[name].data))
 
@@ -161,7 +161,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def take_weights(self, names: Sequence[str]) -> None:
-        """Set parameters to their outer weights. Local."""
+        """Set parameters to their outer weights. It does not communicate."""
         for name, weights in self.visit_weights(names):
             local_tensor(self._parameters[name].data).copy_(weights)
 

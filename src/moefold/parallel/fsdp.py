@@ -160,7 +160,7 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def reshard_parameters(stages: Sequence[nn.Module]) -> None:
-    """Free the parameters that passes without gradients gathered, so that the next pass sees changed weights. Local."""
+    """Free the parameters that passes without gradients gathered, so that the next pass sees changed weights."""
     for stage in stages:
         for module in fsdp_modules(stage):
             module.reshard()
@@ -240,7 +240,7 @@ class UnshardedParams:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Gather all parameters inside this context. Collective over the data-parallel ranks, as is `step`."""
+        """Gather all parameters inside this context. It is collective over the data-parallel ranks, as is `step`."""
         for stage in self._stages:
             # Lazily initialise the FSDP root before its children.
             init_fsdp_root(stage)

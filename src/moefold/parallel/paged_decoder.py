@@ -142,8 +142,7 @@ class PagedDecoder:
     """Context manager for passes over a paged cache. It sets these attributes, and restores them at its end.
 
     * `TokenMixer.open_caches`: attention reads the cache of its layer.
-    * `SequenceParallel.split_unevenly`: a pass may have any number of tokens.
-    * `Head.picked_rows_N`: only some tokens have logits.
+    * `SequenceParallel.split_unevenly`, `Head.picked_rows_N`: a pass has any number of tokens, and few with logits.
     * `MoELayer.decoding_dispatcher`: the all-to-all, if the layer's own needs equal token counts or moves experts.
     * `Router.override`: a `RoutingCache`, if choices are recorded.
     * `Block.fused`, `Transformer.fused`, `Head.fused`: a kernel for a layer, for a stage of such layers, for the head.

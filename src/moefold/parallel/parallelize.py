@@ -106,7 +106,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
 
     Wrappers of one method nest in the order of the calls, the first innermost: recomputation, then offload, CUDA
     graphs, and the phases of the flight recorder. Memory attribution wraps them in measured steps. See
-    docs/design/002-seams-of-the-maths.md.
+    docs/design/002-modules-declare-attributes.md.
 
     Args:
         for_training: the weights are master weights, sharded over the data-parallel ranks too. Otherwise they are in

@@ -198,7 +198,7 @@ def members_of_set(groups: ParallelGroups) -> Integers:
 
 
 def nodes_of_set(groups: ParallelGroups) -> tuple[int, ...] | None:
-    """Return the node of each rank of a micro-batch set, or None if all are on one node. Collective over dp_cp."""
+    """Return the node of each rank of a micro-batch set, or None if one node has all. It is collective over dp_cp."""
     group = groups.attn.dp_cp
     # A rank of a dry run has no peers.
     names = [""] if groups.device.type == "meta" else all_gather_objects(socket.gethostname(), group)

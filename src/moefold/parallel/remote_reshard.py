@@ -167,7 +167,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self) -> ReceivedWeights:
-        """Wait for the next version of the weights, and write it to the model. Collective over the sampling ranks."""
+        """Wait for the next version of the weights, and write it to the model. It is collective over sampling ranks."""
         with self._model.writing_weights():
             return self._receive()
 

@@ -1,4 +1,4 @@
-"""Plateaus of the held-out reward, after which the reference model is reset (ProRL, arXiv:2505.24864). Pure."""
+"""Plateaus of the held-out reward, after which the reference model is reset (ProRL, arXiv:2505.24864)."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Self

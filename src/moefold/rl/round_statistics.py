@@ -1,4 +1,4 @@
-"""Statistics of a round of rollouts, for metrics.jsonl. Pure functions."""
+"""Statistics of a round of rollouts, for metrics.jsonl, as functions without side effects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -77,7 +77,7 @@ def load_initial_adapters(
 
 
 def _find_base(checkpoint: CheckpointConfig, resumed: Path | None) -> tuple[Path | None, str, str]:
-    """Return the folder of the base weights, its digest, and the reason why they cannot be used. Local."""
+    """Return the folder of the base weights, its digest, and the reason why they cannot be used."""
     try:
         if resumed is not None:
             stored = read_meta(resumed).lora

@@ -42,7 +42,7 @@ class MicroBatchSetPlacer:
         """True if ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
-        """Return the batch with placements if ranks share attention work. Collective over dp."""
+        """Return the batch with placements if ranks share attention work. It is collective over dp."""
         if self.moves_tokens or not self._shares_work or not batch.document_bounds:
             return batch
         return replace(batch, document_bounds=self._place_sets(batch.document_bounds))

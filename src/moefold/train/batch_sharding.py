@@ -83,7 +83,7 @@ class BatchBuilder:
         return InputCount(int(num_tokens[0]), is_token.size * self._dp_group.size)
 
     def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over the data-parallel ranks. Collective over dp."""
+        """Sum over the data-parallel ranks. It is collective over dp."""
         return all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
 
     def build_batch(

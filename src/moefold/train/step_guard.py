@@ -1,4 +1,4 @@
-"""Step guard: decides from globally reduced metrics whether a step may change the weights. Pure."""
+"""Step guard: decides from globally reduced metrics whether a step may change the weights, without side effects."""
 
 import math
 from collections import deque

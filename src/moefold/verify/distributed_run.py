@@ -43,13 +43,13 @@ def run_distributed(
     loss: LossFunction | None = None,
     data: ProgramData | None = None,
 ) -> DistributedRecord:
-    """Train `num_steps` steps under the recipe's mapping. See `run_on_groups`. Collective over the process group."""
+    """Train `num_steps` steps under the recipe's mapping. See `run_on_groups`. It is collective over the group."""
     on_progress(f"mapping on {cfg.parallel.world_size} ranks, connecting")
     return run_on_groups(create_groups(cfg), cfg, num_steps, on_progress, loss=loss, data=data)
 
 
 def create_groups(cfg: Config) -> ParallelGroups:
-    """Create the process groups of the recipe's mapping on CPU. Collective over the process group."""
+    """Create the process groups of the recipe's mapping on CPU. It is collective over the process group."""
     return ParallelGroups.create(check_config(cfg), torch.device("cpu"))
 
 

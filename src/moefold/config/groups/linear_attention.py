@@ -20,11 +20,9 @@ LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention: products within chunks grow with it, the number of steps falls with it."""
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
 """Factors of the memory of the recomputed recurrence, in float32 numbers for each token: for float32 and for bfloat16.
-
 Each factor multiplies one size: the products within a chunk, the keys of the key heads, the keys of the value heads,
-the values, and the states between chunks. They were fitted to measurements of ten shapes
-(docs/log.md#2026-11-26-linear-attention-in-c). C uses the first and last factors, and 3 for keys (2 without the delta
-rule)."""
+the values, and the states between chunks. They fit measurements of ten shapes
+(docs/log.md#2026-11-26-linear-attention-in-c). C uses the first, the last, and 3 for keys (2 without delta rule)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,10 @@ class ForwardPasses(Protocol):
         """Return the gradient, given the loss of each pass, summed over all ranks."""
 
     def update(self, projected_gradient: float) -> None:
-        """Update the weights by a rounded gradient. Local."""
+        """Update the weights by a rounded gradient. It does not communicate."""
 
     def restore(self) -> None:
-        """Set the weights back to their values before the step. Local."""
+        """Set the weights back to their values before the step. It does not communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ class OwnedParameters(Protocol):
     """Parameters by name. The site's own experts replace all experts."""
 
     def take_gradients(self) -> None:
-        """Give the parameters their gradients, before the optimizer's step. Local."""
+        """Give the parameters their gradients, before the optimizer's step. It does not communicate."""
 
     def drop_gradients(self) -> None:
-        """Free the gradients of the experts, after the optimizer's step. Local."""
+        """Free the gradients of the experts, after the optimizer's step. It does not communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ class GenerationEngine:
         return self._with_merged_routing([completion for completion in completions if completion is not None])
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
-        """Merge the recorded experts of all tensor-parallel ranks. Collective over tp."""
+        """Merge the recorded experts of all tensor-parallel ranks. It is collective over tp."""
         routed = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
         if not routed:
             return completions
@@ -244,7 +244,7 @@ class GenerationSession:
         return self._scheduler.num_preemptions
 
     def any_rank_has_work(self) -> bool:
-        """Return whether this rank must take part in another `step`. Collective over the ranks that step together."""
+        """Return whether this rank must take part in another `step`. It is collective over ranks that step together."""
         if not self._steps_together:
             return self._scheduler.has_work
         groups = self._chain.groups
@@ -293,7 +293,7 @@ class GenerationSession:
         return scored
 
     def _record_prompt_scores(self, logits_MV: Tensor | None, scored: Sequence["_ScoredToken"]) -> None:
-        """Record the log-probabilities of tokens of prompts. Collective over the ranks of these requests."""
+        """Record the log-probabilities of tokens of prompts. It is collective over the ranks of these requests."""
         groups = self._chain.groups
         alternatives = [self._open[token.request_id].request.prompt_alternatives or 0 for token in scored]
         count = max(alternatives)

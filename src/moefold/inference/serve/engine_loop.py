@@ -84,7 +84,7 @@ class EngineLoop:
         self._commands.put([None])
 
     def run(self) -> None:
-        """Run passes until `stop`. Collective over all ranks."""
+        """Run passes until `stop`. It is collective over all ranks."""
         while self._apply(self._next_commands()):
             if not self._dp_rank_of:
                 continue

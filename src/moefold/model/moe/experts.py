@@ -212,7 +212,7 @@ class LatentProjection(nn.Module):
         self.kernels: Kernels = TORCH_KERNELS
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """Project the tokens of this rank, [T, in] -> [T, out]. Local."""
+        """Project the tokens of this rank, [T, in] -> [T, out]. It does not communicate."""
         return linear(
             x_TH,
             local_param(self.weight, x_TH.dtype),

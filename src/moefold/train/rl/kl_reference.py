@@ -115,7 +115,7 @@ class ReferenceModel:
         return label_log_probs(self._model, self._capture, batch, "the reference model")
 
     def copy_from(self, policy: ParallelModel) -> None:
-        """Take the weights of the policy, shard by shard. Local."""
+        """Take the weights of the policy, shard by shard. It does not communicate."""
         targets = {**self._model.named_parameters, **self._model.named_buffers}
         with torch.no_grad():
             for name, tensor in {**policy.named_parameters, **policy.named_buffers}.items():

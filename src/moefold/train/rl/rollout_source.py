@@ -75,7 +75,7 @@ class RolloutModel:
 
 
 class RolloutSource(Protocol):
-    """Source of rounds of rollouts, which arrive in the order of the requests. Collective over the training ranks."""
+    """Source of rounds of rollouts, which arrive in the order of the requests. It is collective over training ranks."""
 
     @property
     def num_ordered(self) -> int:

@@ -278,7 +278,7 @@ class LatentAttention(SelfAttention):
         return source, latent, shared_key
 
     def _project(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
-        """Apply a matrix, and its adapter if it has one, to the same tokens. Local."""
+        """Apply a matrix, and its adapter if it has one, to the same tokens. It does not communicate."""
         y = linear(x, local_param(weight, x.dtype), wgrad_store=self.wgrad_store, linear_backend=self._backend(name))
         return y if self.lora is None else self.lora.add(y, x, name)
 

@@ -73,7 +73,7 @@ class DeepEPDispatcherPart(DispatcherPart):
             yield f"deep_ep needs CUDA GPUs, and {Setting('run.device', 'cpu')}"
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":
-        """Open the buffers of DeepEP, and return the dispatcher. Collective over ep."""
+        """Open the buffers of DeepEP, and return the dispatcher. It is collective over ep."""
         from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 
         return DeepEPDispatcher(open_buffer(groups.ep, sizes.width), sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)

@@ -256,7 +256,7 @@ class MigratedExperts:
         return SplitSizes("ep", self.num_sent_to, self.num_received_from)
 
     def migrate(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """See `ExpertMigration.migrate`. Collective over ep."""
+        """See `ExpertMigration.migrate`. It is collective over ep."""
         migrated = _MigrateWeights.apply(self, *weights)
         return list(migrated[: len(weights)]), list(migrated[len(weights) :])
 

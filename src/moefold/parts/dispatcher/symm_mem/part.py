@@ -103,7 +103,7 @@ class SymmMemDispatcherPart(DispatcherPart):
         return RowExchange(MetaSymmetricMemory(), *self._exchange_sizes(sizes)).num_bytes
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "SymmMemDispatcher":
-        """Allocate symmetric memory, and return the dispatcher. Collective over ep."""
+        """Allocate symmetric memory, and return the dispatcher. It is collective over ep."""
         from moefold.comm.row_exchange import open_row_exchange
         from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 

@@ -22,7 +22,7 @@ class LocalShardAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Local."""
+        """Update every parameter that has a gradient. It does not communicate."""
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -60,7 +60,7 @@ class OffloadableAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Local."""
+        """Update every parameter that has a gradient. It does not communicate."""
         assert closure is None
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         prefetched = self.state_store.prefetch([[self.state[p][name] for name in MOMENTS] for p, _ in pairs])

@@ -101,7 +101,7 @@ class AdamW(OptimizerPart):
         return partial(update, self)
 
     def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
-        """Build the optimizer. Local."""
+        """Build the optimizer. It does not communicate."""
         from moefold.parts.optimizer.adamw.module import build_adamw
 
         return build_adamw(self, parameters, run)

@@ -90,7 +90,7 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters. Every Muon parameter must have a gradient. Collective over the stage."""
+        """Update all parameters. Every Muon parameter must have a gradient. It is collective over the stage."""
         assert closure is None
         self._fallback.step()
         group = self.param_groups[0]

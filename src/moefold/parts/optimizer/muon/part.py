@@ -97,7 +97,7 @@ class Muon(AdamW):
         return partial(update, self, super().formula())
 
     def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
-        """Build the optimizer. Collective over the stage."""
+        """Build the optimizer. It is collective over the stage."""
         from moefold.parts.optimizer.muon.module import build_muon
 
         return build_muon(self, parameters, run)
