@@ -23,6 +23,8 @@ from moefold.topology.schedules import schedule_named, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats (`StepSchedule.shortest_equivalent`)."""
+FILLING_MICRO_BATCHES_PER_RANK = 2
+"""Micro-batches for each rank after which no more layers are in flight, where passes do not run in pairs."""
 
 
 RunningChunks = tuple[int, int]
@@ -67,14 +69,14 @@ class StepSchedule:
     saves_outputs: bool = True
     """True if each layer saves its output, the next one's input. In the warm-up of indexers none does."""
 
-    @property
-    def shortest_equivalent(self) -> "StepSchedule":
-        """The same schedule with the fewest micro-batches that have all its snapshots.
+    def shortest_equivalent(self, *, finds_all: bool = True) -> "StepSchedule":
+        """Return the same schedule with the fewest micro-batches that have all its snapshots, or its heaviest ones.
 
         More micro-batches only repeat the steady phase.
         """
         n = self.num_micro_batches
-        limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        per_rank = STEADY_MICRO_BATCHES_PER_RANK if finds_all or self.overlap else FILLING_MICRO_BATCHES_PER_RANK
+        limit = per_rank * self.pp
         spec = schedule_named(self.schedule)
         if n <= limit or not spec.repeats_steady_phase and self.pp > 1:
             return self

@@ -129,7 +129,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         p.overlap_experts,
         saves_outputs=not cfg.trains_indexers_only,
     )
-    shortest = whole.shortest_equivalent
+    shortest = whole.shortest_equivalent()
     rows = schedule_rows(
         chosen_in(p, SchedulePart),
         p.pp,

@@ -154,7 +154,7 @@ class MemoryModel:
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap)
-        return self._snapshots_of(whole.shortest_equivalent, finds_all)
+        return self._snapshots_of(whole.shortest_equivalent(finds_all=finds_all), finds_all)
 
     @memoised(all_arguments)
     def _snapshots_of(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
