@@ -201,7 +201,7 @@ def test_messages_in_memory_do_not_depend_on_the_micro_batches(schedule, chunks,
 
 @pytest.mark.parametrize(("schedule", "chunks", "overlap"), SCHEDULE_SHAPES)
 def test_the_shortest_equivalent_schedule_has_as_many_messages(schedule, chunks, overlap):
-    shortest = StepSchedule(schedule, 8, chunks, 64, overlap).shortest_equivalent.num_micro_batches
+    shortest = StepSchedule(schedule, 8, chunks, 64, overlap).shortest_equivalent().num_micro_batches
     found = [most_messages(schedule, chunks, 8, count, overlap=overlap) for count in (shortest, 64)]
     assert found[0] == found[1]
 

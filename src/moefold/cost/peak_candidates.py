@@ -8,12 +8,14 @@ peak, so all candidates are kept.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
 from moefold.config.base.part import Part
 from moefold.config.base.pipeline_actions import SlotRow, split_pairs
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
 from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.message_plan import live_messages, plan_messages
@@ -21,6 +23,8 @@ from moefold.topology.schedules import schedule_named, schedule_row
 
 STEADY_MICRO_BATCHES_PER_RANK = 3
 """Micro-batches for each rank after which the steady phase only repeats (`StepSchedule.shortest_equivalent`)."""
+FILLING_MICRO_BATCHES_PER_RANK = 2
+"""Micro-batches for each rank after which no more layers are in flight, where passes do not run in pairs."""
 
 
 RunningChunks = tuple[int, int]
@@ -65,14 +69,14 @@ class StepSchedule:
     saves_outputs: bool = True
     """True if each layer saves its output, the next one's input. In the warm-up of indexers none does."""
 
-    @property
-    def shortest_equivalent(self) -> "StepSchedule":
-        """The same schedule with the fewest micro-batches that have all its snapshots.
+    def shortest_equivalent(self, *, finds_all: bool = True) -> "StepSchedule":
+        """Return the same schedule with the fewest micro-batches that have all its snapshots, or its heaviest ones.
 
         More micro-batches only repeat the steady phase.
         """
         n = self.num_micro_batches
-        limit = STEADY_MICRO_BATCHES_PER_RANK * self.pp
+        per_rank = STEADY_MICRO_BATCHES_PER_RANK if finds_all or self.overlap else FILLING_MICRO_BATCHES_PER_RANK
+        limit = per_rank * self.pp
         spec = schedule_named(self.schedule)
         if n <= limit or not spec.repeats_steady_phase and self.pp > 1:
             return self
@@ -86,12 +90,42 @@ class StepSchedule:
         return schedule_row(self.schedule, rank, self.pp, self.vpp, self.num_micro_batches, overlap=self.overlap)
 
 
+@dataclass(frozen=True, eq=False)
+class PipelineStages:
+    """The stages of a pipeline, whatever its schedule and its micro-batches."""
+
+    chunks: Sequence[ModelChunk]
+    """Layers of each stage, in model order."""
+    by_rank: Sequence[Sequence[int]]
+    """Stage indices of each pipeline rank."""
+    columns: MemoryColumns
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """Pipeline rank of each stage."""
+        return {stage: rank for rank, stages in enumerate(self.by_rank) for stage in stages}
+
+    @memoised(all_arguments)
+    def state_counts(self, rank: int) -> Counts:
+        """Return the state counts of a rank, [`MemoryColumns.state_size`]."""
+        return state_counts(self.chunks, self.by_rank[rank], self.columns)
+
+    @cached_property
+    def three_ranks(self) -> tuple[int, int, int]:
+        """The first rank, one with the most layers, and the last rank.
+
+        Among equal ones it is the rank with the most layers of the model's most frequent kind.
+        """
+        kinds = [[kind for stage in stages for kind in self.chunks[stage].kinds] for stages in self.by_rank]
+        frequent = Counter(chain.from_iterable(kinds)).most_common(1)
+        sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
+        return 0, sizes.index(max(sizes)), len(kinds) - 1
+
+
 class StepSnapshots:
     """Snapshots of the ranks of a pipeline in a step.
 
     Args:
-        chunks: layers of each stage, in model order.
-        stages_by_rank: stage indices of each pipeline rank.
         finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
         merges_equal_chunks: whether micro-batches are counted by distinct chunk, not by stage.
         running_cache: snapshots of running chunks, shared by the schedules of a model. None: of this schedule only.
@@ -100,21 +134,18 @@ class StepSnapshots:
     def __init__(
         self,
         schedule_spec: StepSchedule,
-        chunks: Sequence[ModelChunk],
-        stages_by_rank: Sequence[Sequence[int]],
-        columns: MemoryColumns,
+        stages: PipelineStages,
         *,
         finds_all: bool = True,
         merges_equal_chunks: bool = True,
         running_cache: dict[tuple[Hashable, ...], Counts] | None = None,
     ) -> None:
         self.schedule_spec = schedule_spec
-        self.chunks = chunks
-        self.stages_by_rank = stages_by_rank
-        self.rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
-        self.columns = columns
+        self.stages = stages
+        self.columns = stages.columns
         self.splits_backward = schedule_spec.pp > 1 and schedule_named(schedule_spec.schedule).splits_backward
         # Stages with equal chunks share a class.
+        chunks = stages.chunks
         known: dict[ModelChunk | int, int] = {}
         keys = chunks if merges_equal_chunks else range(len(chunks))
         self._chunk_class = [known.setdefault(key, len(known)) for key in keys]
@@ -128,7 +159,7 @@ class StepSnapshots:
         """Return all snapshots that may be the memory peak."""
         rows = [self.schedule_spec.row(rank) for rank in range(self.schedule_spec.pp)]
         found = [
-            np.hstack([np.tile(self._state_counts(rank), (len(counts), 1)), counts])
+            np.hstack([np.tile(self.stages.state_counts(rank), (len(counts), 1)), counts])
             for rank, (counts, _) in enumerate(self._ranks(rows))
         ]
         states = self.columns.state_size
@@ -136,17 +167,12 @@ class StepSnapshots:
         return MemorySnapshots(*np.split(kept, (states, states + self.columns.size), axis=1))
 
     def few_candidates(self) -> MemorySnapshots:
-        """Return a cheap lower bound of the peak: for three ranks, the snapshots with the most layers in flight.
+        """Return a cheap lower bound of the peak: the snapshots of three ranks with the most layers in flight.
 
-        The three ranks are the first one, the last one, and one with the most layers. Among equal ones it is the rank
-        with the most layers of the model's most frequent kind. Where passes run in overlapped pairs, the snapshot
-        before a pair is taken, which does not depend on recomputation. Messages are left out: they need the rows of all
-        ranks.
+        Where passes run in overlapped pairs, the snapshot before a pair is taken, which does not depend on
+        recomputation. Messages are left out: they need the rows of all ranks.
         """
-        kinds = [[kind for stage in stages for kind in self.chunks[stage].kinds] for stages in self.stages_by_rank]
-        frequent = Counter(chain.from_iterable(kinds)).most_common(1)
-        sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
-        ranks = (0, sizes.index(max(sizes)), len(kinds) - 1)
+        ranks = self.stages.three_ranks
         found: dict[int, Counts] = {}
         for rank in set(ranks):
             rows, _ = self._snapshots(self._slots(self.schedule_spec.row(rank)))
@@ -154,7 +180,7 @@ class StepSnapshots:
             layers = rows[:, : self.columns.num_kinds].sum(axis=1)
             others = rows[:, self.columns.num_kinds : self.columns.size].sum(axis=1)
             found[rank] = rows[np.lexsort((others, layers))[-1], : self.columns.size]
-        states = np.array([self._state_counts(rank) for rank in ranks])
+        states = np.array([self.stages.state_counts(rank) for rank in ranks])
         return MemorySnapshots(states, np.array([found[rank] for rank in ranks]), np.ones((len(ranks), 2)))
 
     def by_rank(self, rows: Sequence[SlotRow]) -> tuple[RankSnapshots, ...]:
@@ -162,18 +188,16 @@ class StepSnapshots:
         size = self.columns.size
         return tuple(
             RankSnapshots(tuple(stages), counts[:, :size], counts[:, size:], in_flight)
-            for stages, (counts, in_flight) in zip(self.stages_by_rank, self._ranks(rows), strict=True)
+            for stages, (counts, in_flight) in zip(self.stages.by_rank, self._ranks(rows), strict=True)
         )
-
-    def _state_counts(self, rank: int) -> Counts:
-        return state_counts(self.chunks, self.stages_by_rank[rank], self.columns)
 
     def _ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
         """Yield the `_snapshots` of each rank, given its slots as the runtime executes them."""
         messages: list[list[int]] = [[] for _ in rows]
         if len(rows) > 1:
-            plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
-            messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
+            rank_of = self.stages.rank_of
+            plans = plan_messages(rows, [rank_of[stage] for stage in sorted(rank_of)])
+            messages = [live_messages(p, len(rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
         for row, counts in zip(rows, messages, strict=True):
             yield self._snapshots(self._slots(row), counts)
 

@@ -17,7 +17,7 @@ from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
-from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, StepSnapshots
+from moefold.cost.peak_candidates import PipelineStages, RankSnapshots, StepSchedule, StepSnapshots
 from moefold.cost.rank_state_memory import RankStateMemory, recipe_stages
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS
 from moefold.cost.state_bytes import StateBytes
@@ -121,7 +121,6 @@ def _forward_rank_memory(
 def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     """Return the snapshots of each pipeline rank, which are the same whatever is recomputed."""
     p = cfg.parallel
-    chunks, stages_by_rank = recipe_stages(cfg)
     whole = StepSchedule(
         kind_or_part(p.schedule),
         p.pp,
@@ -130,7 +129,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         p.overlap_experts,
         saves_outputs=not cfg.trains_indexers_only,
     )
-    shortest = whole.shortest_equivalent
+    shortest = whole.shortest_equivalent()
     rows = schedule_rows(
         chosen_in(p, SchedulePart),
         p.pp,
@@ -138,8 +137,8 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         shortest.num_micro_batches,
         overlap=overlaps_micro_batches(cfg.model, p),
     )
-    columns = columns_of(cfg.model.distinct_kinds)
-    return StepSnapshots(shortest, chunks, stages_by_rank, columns, merges_equal_chunks=False).by_rank(rows)
+    stages = PipelineStages(*recipe_stages(cfg), columns_of(cfg.model.distinct_kinds))
+    return StepSnapshots(shortest, stages, merges_equal_chunks=False).by_rank(rows)
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:

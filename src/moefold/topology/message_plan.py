@@ -11,7 +11,7 @@ micro-batches, unless the schedule itself needs that.
 """
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,14 +98,16 @@ def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[in
     counts = []
     live = 0
     for operation in plan:
-        if not isinstance(operation, tuple):
+        if isinstance(operation, tuple):
+            for group in (operation,) if overlaps or len(operation) == 1 else [(action,) for action in operation]:
+                for action in group:
+                    live -= received(action, num_stages) is not None
+                counts.append(live)
+                for action in group:
+                    live += consumer(action.produces, num_stages) is not None
+        elif not isinstance(operation, Send):
             # A sent tensor is counted from the end of its slot on.
-            live += isinstance(operation, Receive) - isinstance(operation, Release)
-            continue
-        for group in (operation,) if overlaps else [(action,) for action in operation]:
-            live -= sum(received(action, num_stages) is not None for action in group)
-            counts.append(live)
-            live += sum(consumer(action.produces, num_stages) is not None for action in group)
+            live += 1 if isinstance(operation, Receive) else -1
     assert live == 0, "all messages are consumed and released"
     return counts
 
@@ -118,15 +120,21 @@ class _Planner:
         self._rank_of = stage_ranks
         self._num_stages = len(stage_ranks)
         self._plans: list[list[Operation]] = [[] for _ in rows]
-        self._num_started = [0] * len(rows)
-        self._idle = set(range(len(rows)))
+        self._left = [iter(row) for row in rows]
+        self._slots: list[Slot | None] = [None for _ in rows]
+        """The slot that each rank runs or waits to start, None at its end."""
+        self._missing: list[list[ActionResult]] = [[] for _ in rows]
+        """Inputs of these slots that may not exist yet."""
+        self._idle: set[int] = set()
         self._results: set[ActionResult] = set()
-        self._waiting: Counter[tuple[int, str]] = Counter()
+        self._waiting = defaultdict[tuple[int, str], int](int)
         self._running: list[tuple[float, int]] = []
 
     def run(self) -> tuple[RankPlan, ...]:
         """Execute all slots, and return the plan of each rank."""
         now = 0.0
+        for rank in range(len(self._rows)):
+            self._await_next_slot(rank)
         while True:
             self._start_slots(now)
             if not self._running:
@@ -134,34 +142,36 @@ class _Planner:
             now = self._running[0][0]
             while self._running and self._running[0][0] == now:
                 self._finish_slot(heapq.heappop(self._running)[1])
-        if any(map(self._next_slot, range(len(self._rows)))):
+        if any(self._slots):
             raise ValueError("the schedule deadlocks")
         return tuple(map(tuple, self._plans))
 
-    def _next_slot(self, rank: int) -> Slot | None:
-        row = self._rows[rank]
-        index = self._num_started[rank]
-        return row[index] if index < len(row) else None
+    def _await_next_slot(self, rank: int) -> None:
+        slot = self._slots[rank] = next(self._left[rank], None)
+        if slot is not None:
+            self._idle.add(rank)
+            self._missing[rank] = [needed for action in slot for needed in action.consumes(self._num_stages)]
+
+    def _has_inputs(self, rank: int) -> bool:
+        missing = self._missing[rank]
+        while missing and missing[-1] in self._results:
+            missing.pop()
+        return not missing
 
     def _start_slots(self, now: float) -> None:
         """Start the next slot of every idle rank that has its inputs, and room for its outputs at their receivers."""
-        has_inputs = []
-        for rank in sorted(self._idle):
-            slot = self._next_slot(rank)
-            if slot is None:
-                self._idle.discard(rank)
-            elif all(needed in self._results for action in slot for needed in action.consumes(self._num_stages)):
-                has_inputs.append((rank, slot))
-        for rank, slot in has_inputs:
+        with_inputs = [
+            (rank, slot) for rank in sorted(self._idle) if (slot := self._slots[rank]) and self._has_inputs(rank)
+        ]
+        for rank, slot in with_inputs:
             if all(self._waiting[action.stage, action.produces[1]] < CHANNEL_CAPACITY for action in slot):
                 self._start_slot(rank, slot, now)
-        if has_inputs and not self._running:
+        if with_inputs and not self._running:
             # All ranks lack room: one of them needs more, or nothing would ever be consumed.
-            self._start_slot(*has_inputs[0], now)
+            self._start_slot(*with_inputs[0], now)
 
     def _start_slot(self, rank: int, slot: Slot, now: float) -> None:
         self._idle.discard(rank)
-        self._num_started[rank] += 1
         self._plans[rank].append(slot)
         heapq.heappush(self._running, (now + sum(DURATIONS[action.kind] for action in slot), rank))
         for action in slot:
@@ -173,8 +183,7 @@ class _Planner:
                     self._plans[sender].append(Release(message))
 
     def _finish_slot(self, rank: int) -> None:
-        self._idle.add(rank)
-        for action in self._rows[rank][self._num_started[rank] - 1]:
+        for action in self._slots[rank] or ():
             result = action.produces
             self._results.add(result)
             target = consumer(result, self._num_stages)
@@ -185,3 +194,4 @@ class _Planner:
             if peer != rank:
                 self._plans[rank].append(Send(result, peer))
                 self._plans[peer].append(Receive(result, rank))
+        self._await_next_slot(rank)

@@ -14,6 +14,8 @@ from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.activation_memory import activation_memory
 from moefold.cost.hardware import load_device
+from moefold.cost.memory_columns import columns_of
+from moefold.cost.peak_candidates import PipelineStages, StepSchedule, StepSnapshots
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
 from moefold.cost.saved_tensors import CPU_KERNELS
@@ -24,8 +26,9 @@ from moefold.planner.mapping import ParallelMapping, mapping_from_config
 from moefold.planner.memory.budget import OVERHEAD_GIB, REPORTED_ACTIVATIONS, MemoryEstimate, MemoryModel
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
-from moefold.planner.stage_splitter import RecipeStageSplitter
+from moefold.planner.stage_splitter import RecipeStageSplitter, placed_ranks, stages_by_rank
 from moefold.recipe import load_config
+from moefold.topology.schedules import schedule_named
 from moefold.validate.config import check_config
 from tests.cost.measured_memory import LATENT, memory_config
 from tests.cost.random_mappings import random_config
@@ -133,6 +136,25 @@ def test_every_schedule_has_as_much_in_flight_as_its_order_of_work(schedule, bat
         return
     assert_formula(cfg)
     assert_formula(replace(cfg, train=replace(cfg.train, loss_chunk=-1)))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, ("zero-bubble", 4), ("dualpipev", 2), ("interleaved", 6)])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_more_micro_batches_than_fill_a_pipeline_are_no_heavier(schedule, pp, overlap):
+    """The heaviest snapshots of a short step equal the heaviest of a step that is not shortened."""
+    name, vpp = schedule
+    if overlap and not schedule_named(name).pairs_passes():
+        return
+    model = model_of({"layers": 2 * pp * vpp, "layers.ffn": "dense, 3 moe", "vocab_size": 64, "mtp_layers": 1})
+    ranks = placed_ranks(name, pp, vpp)
+    chunks = RecipeStageSplitter(Config(model=model), model_spec_from_config(model))(ranks)
+    stages = PipelineStages(chunks, stages_by_rank(ranks), columns_of(model.distinct_kinds))
+    whole = StepSchedule(name, pp, vpp, 6 * pp, overlap)
+    shortest = whole.shortest_equivalent(finds_all=False)
+    assert (shortest.num_micro_batches < 6 * pp) == (name != "gpipe")
+    heaviest, wanted = (StepSnapshots(one, stages, finds_all=False).few_candidates() for one in (shortest, whole))
+    np.testing.assert_array_equal(heaviest.activations, wanted.activations)
 
 
 PAIRED = [

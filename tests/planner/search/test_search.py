@@ -1,6 +1,7 @@
 """The search leaves nothing out that could win: compared with pricing every mapping of small worlds."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER
 from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
+from moefold.planner.search.memory_filter import MicroBatchChoice, with_strategy
 from moefold.planner.search.search import PlannedMapping, Search, SearchTarget
 from moefold.recipe import load_config
 from tests.models import edit_model
@@ -189,6 +191,25 @@ def test_the_heaviest_moments_are_below_the_needed_memory():
             states, kept = rng.random(heaviest.states.shape[1]), rng.random(heaviest.activations.shape[1])
             least, needed = ((of.states @ states + of.activations @ kept).max() for of in (heaviest, moments))
             assert 0.2 * needed < least <= needed * (1 + 1e-12)
+
+
+def test_the_least_bytes_of_many_mappings_equal_each_by_itself():
+    search = searched("plain", 4, 100.0)
+    space, model, checked = search.space, search.memory_model, 0
+    for fold, view in space.folds[::2]:
+        mbs, pipelines = view.pipelines_by_mbs[-1]
+        choice = MicroBatchChoice(fold, mbs, space.dispatchers(fold, mbs)[-1], False, pipelines)
+        least = search.memory._least_bytes(choice, space.strategies)
+        assert (search.memory.may_fit(choice) == (least <= search.memory.usable_bytes)).all()
+        for (i, pipeline), (k, placement) in product(enumerate(pipelines), enumerate(search.memory.placements)):
+            for j in range(k, len(space.strategies), 97):
+                m = with_strategy(choice.mapping(pipeline, *placement), space.strategies, j)
+                at = model.peak_candidates(m)
+                states, saved = model.state_memory.bytes_by_part(m), model.activation_memory.bytes_by_part(m)
+                each = (at.states @ states.T).sum(axis=1) + (at.activations @ saved.T).sum(axis=1)
+                assert least[i, k, j] == pytest.approx(each.max() + model.workspace(m), rel=1e-12), m
+                checked += 1
+    assert checked > 100
 
 
 @pytest.mark.parametrize("room_mib", [0.5, *slow([(100.0,)])])

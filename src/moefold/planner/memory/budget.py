@@ -16,7 +16,7 @@ from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import Counts
-from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnapshots
+from moefold.cost.peak_candidates import MemorySnapshots, PipelineStages, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -154,20 +154,17 @@ class MemoryModel:
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap)
-        return self._snapshots_of(whole.shortest_equivalent, finds_all)
+        return self._snapshots_of(whole.shortest_equivalent(finds_all=finds_all), finds_all)
 
     @memoised(all_arguments)
     def _snapshots_of(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
-        ranks = placed_ranks(schedule.schedule, schedule.pp, schedule.vpp)
-        found = StepSnapshots(
-            schedule,
-            self.split(ranks),
-            stages_by_rank(ranks),
-            self.columns,
-            finds_all=finds_all,
-            running_cache=self._running_cache,
-        )
+        stages = self._stages(placed_ranks(schedule.schedule, schedule.pp, schedule.vpp))
+        found = StepSnapshots(schedule, stages, finds_all=finds_all, running_cache=self._running_cache)
         return found.candidates() if finds_all else found.few_candidates()
+
+    @memoised(all_arguments)
+    def _stages(self, ranks: tuple[int, ...]) -> PipelineStages:
+        return PipelineStages(self.split(ranks), stages_by_rank(ranks), self.columns)
 
 
 RESERVE_FRACTION = 0.05
