@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
 from moefold.checkpoint.resume import Resume, resolve_resume
@@ -210,7 +210,7 @@ class Checkpointing(StageCallback):
         if is_due(self._cfg.checkpoint.peer_every, step.number):
             self._take_snapshot(context)
 
-    def _evaluation(self) -> dict[str, object]:
+    def _evaluation(self) -> dict[str, Any]:
         """Return the held-out loss of the step, and whether a signal has prevented its evaluation."""
         return {"eval_loss": self._eval_loss} | ({} if self._is_evaluated else {"is_evaluated": False})
 
