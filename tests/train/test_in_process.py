@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import moefold
 from moefold.config.schema import Config
+from tests.train import policy_runs
 from tests.train.tiny_runs import losses, recipe
 
 pytestmark = pytest.mark.parity
@@ -136,3 +137,30 @@ def test_ranks_that_only_sample_are_refused(tmp_path: Path):
     cfg = recipe(tmp_path, 1)
     with pytest.raises(moefold.ConfigError, match=r"rollout.ranks=1 only sample"):
         moefold.train_in_process(replace(cfg, rollout=replace(cfg.rollout, ranks=1)))
+
+
+class _Stop(moefold.Callback):
+    """Requests a stop in the second step."""
+
+    def after_step(self, context: Any, step: Any) -> None:
+        context.stop.request(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("reads_rewards", [False, True])
+def test_a_run_of_all_steps_without_its_last_evaluation_is_not_finished(tmp_path, reads_rewards):
+    if reads_rewards:
+        cfg = policy_runs.recipe(tmp_path, 2)
+        cfg = replace(cfg, train=replace(cfg.train, eval_every=2))
+    else:
+        cfg = recipe(tmp_path / "run", 2, train={"eval_every": 2})
+    whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole")))
+    assert moefold.train_in_process(whole).status == 0
+    assert moefold.train_in_process(cfg, callbacks=[_Stop()]).status == 128 + signal.SIGTERM
+    assert moefold.train_in_process(cfg).status == 0
+    (found, wanted) = ([_held_out(record) for record in policy_runs.records(one)] for one in (cfg, whole))
+    assert found == wanted
+    assert wanted[-1] is not None
+
+
+def _held_out(record: dict[str, Any]) -> float | None:
+    return record["rl"]["eval_reward"] if record["rl"] else record["eval_loss"]

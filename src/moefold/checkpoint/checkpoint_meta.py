@@ -81,6 +81,11 @@ class TrainState:
         """Held-out loss of these weights, or None if they were not evaluated, or it is not finite."""
         return self.state_of("evaluation").get("eval_loss")
 
+    @property
+    def is_evaluated(self) -> bool:
+        """False if a signal has prevented the evaluation of this step: a resumed run makes it up."""
+        return bool(self.state_of("evaluation").get("is_evaluated", True))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMeta(TrainState):

@@ -60,9 +60,15 @@ class RunSetup(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Return whether an intact checkpoint has all steps. The ranks report a damaged one and resume earlier."""
+        """Return whether an intact checkpoint has all steps, and their evaluation.
+
+        The ranks report a damaged one and resume earlier.
+        """
         cfg = self.folder.cfg
-        if self.resume is None or read_meta(self.resume).step < cfg.run.steps:
+        if self.resume is None:
+            return False
+        meta = read_meta(self.resume)
+        if meta.step < cfg.run.steps or not meta.is_evaluated:
             return False
         manifest = read_manifest(self.resume)
         return not cfg.checkpoint.verify or not validate_hashes(self.resume, manifest, manifest)

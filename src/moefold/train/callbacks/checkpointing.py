@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
 from moefold.checkpoint.resume import Resume, resolve_resume
@@ -69,6 +69,7 @@ class Checkpointing(StageCallback):
         self.init_message = ""
         self.resume_messages: tuple[str, ...] = ()
         self._eval_loss: float | None = None
+        self._is_evaluated = True
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
             from moefold.checkpoint.peer_snapshot import PeerSnapshots
 
@@ -79,7 +80,7 @@ class Checkpointing(StageCallback):
 
     def resume(self, context: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights. It is collective."""
-        context.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
+        context.states.add("evaluation", Record(self._evaluation))
         self.saver.open_folder()
         if self.restored_step is not None:
             self._resume_from_peers(context, self.restored_step)
@@ -203,10 +204,15 @@ class Checkpointing(StageCallback):
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
+        self._is_evaluated = step.is_evaluated
         if is_save_due(self._cfg.checkpoint, step.number, is_last=step.is_last, is_stopped=bool(step.signals)):
             self.save(context)
         if is_due(self._cfg.checkpoint.peer_every, step.number):
             self._take_snapshot(context)
+
+    def _evaluation(self) -> dict[str, Any]:
+        """Return the held-out loss of the step, and whether a signal has prevented its evaluation."""
+        return {"eval_loss": self._eval_loss} | ({} if self._is_evaluated else {"is_evaluated": False})
 
     def on_end(self, context: TrainingContext, status: int) -> None:
         """Finish the last save."""
