@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from moefold.model.attention import CausalAttention
+from moefold.ops.documents import PackedDocuments
 
 HEADS = 8
 GROUPS = 2
@@ -26,19 +27,20 @@ def main() -> None:
     device = parser.parse_args().device
     for dtype in (torch.float32, torch.bfloat16):
         for length in (1024, 4096):
-            times = {name: f"{_time_ms(run):.1f}" for name, run in _masks(length, dtype, device).items()}
+            times = {name: f"{_time_ms(run):.1f}" for name, run in masks(length, dtype, device).items()}
             print(dtype, length, times)
 
 
-def _masks(length: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], None]]:
+def masks(length: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], None]]:
+    """Return a forward and backward pass of attention with each mask."""
     torch.manual_seed(0)
     counts = (HEADS, GROUPS, GROUPS)
     inputs = [torch.randn(length, 1, n, HEAD_SIZE, dtype=dtype, device=device, requires_grad=True) for n in counts]
     sinks = torch.randn(HEADS, dtype=dtype, device=device, requires_grad=True)
     is_first = torch.rand(length, 1, device=device) < DOCUMENTS / length
-    document_starts = (torch.arange(length, device=device)[:, None] * is_first).cummax(0).values
+    documents = PackedDocuments.of_starts((torch.arange(length, device=device)[:, None] * is_first).cummax(0).values)
 
-    def run(window: int = 0, **mask_args: torch.Tensor) -> Callable[[], None]:
+    def run(window: int = 0, **mask_args: torch.Tensor | PackedDocuments) -> Callable[[], None]:
         core = CausalAttention(window)
 
         def forward_backward() -> None:
@@ -51,9 +53,9 @@ def _masks(length: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
     return {
         "causal": run(),
         "sinks": run(sinks=sinks),
-        "documents": run(document_starts=document_starts),
+        "documents": run(documents=documents),
         "window": run(WINDOW),
-        "all": run(WINDOW, sinks=sinks, document_starts=document_starts),
+        "all": run(WINDOW, sinks=sinks, documents=documents),
     }
 
 

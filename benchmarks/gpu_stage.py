@@ -54,10 +54,10 @@ class Stage:
         return small if self.is_tiny else large
 
     def ms(self, run: Callable[[], object], repeats: int = 10) -> float:
-        """Return the median milliseconds of a run after two others, by CUDA events; on a CPU by the wall clock."""
-        for _ in range(2):
+        """Return the median milliseconds of a run after two others, by CUDA events; on a CPU of one after another."""
+        for _ in range(2 if self.is_cuda else 1):
             run()
-        return statistics.median(self.one_ms(run) for _ in range(repeats if self.is_cuda else 2))
+        return statistics.median(self.one_ms(run) for _ in range(repeats if self.is_cuda else 1))
 
     def one_ms(self, run: Callable[[], object]) -> float:
         """Return the milliseconds of a run, by CUDA events; on a CPU by the wall clock."""

@@ -375,6 +375,7 @@ def test_a_rehearsal_skips_goes_on_and_keeps_one_archive(tmp_path, capsys, monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_rehearsal_runs_every_stage(tmp_path, capfd):
     assert gpu_half_hour.main(["--device", "cpu", "--tiny", "--budget", "3000", "--out", str(tmp_path)]) == DONE
     stages = json.loads((tmp_path / "results.json").read_text())["machines"][0]["stages"]

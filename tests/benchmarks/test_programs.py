@@ -4,8 +4,9 @@ import importlib
 import json
 
 import pytest
+import torch
 
-from benchmarks import dispatch_phases, least_loaded, plot_report, rank_times, scaling
+from benchmarks import attention_masks, dispatch_phases, least_loaded, plot_report, rank_times, scaling
 from tests.e2e.command import environment
 from tests.e2e.forked import run_program
 
@@ -54,6 +55,11 @@ def test_the_least_loaded_program_reports_both_dispatchers(capfd, as_json):
     else:
         assert "hot expert  dispatcher" in out
         assert out.count("90%") == 3
+
+
+def test_attention_is_timed_with_every_mask():
+    for run in attention_masks.masks(256, torch.float32, "cpu").values():
+        run()
 
 
 @pytest.mark.e2e

@@ -228,6 +228,7 @@ def test_the_cpu_time_of_a_phase_is_counted_until_the_next():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_part_runs_and_goes_on_from_its_file(tmp_path, capsys):
     pytest.importorskip("transformers")
     path = tmp_path / "race.json"

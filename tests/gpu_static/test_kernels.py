@@ -81,6 +81,7 @@ def test_representative_launches_use_no_more_than_the_table(representative):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_all_launches_keep_the_rules_and_the_table(capability):
     column, rows = compile_apart("--capability", str(capability))

@@ -308,6 +308,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("zero", FACTORS["zero"])
 @pytest.mark.parametrize("schedule", FACTORS["schedule"])
 def test_every_combination_equals_the_plain_run(pool, plain_run, tmp_path, schedule, zero):
