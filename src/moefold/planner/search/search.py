@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import chain, count, groupby
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -251,14 +251,15 @@ class Search:
         found = _TargetResults(target, self.variants)
         table = self.bounds.table
         pairs = np.flatnonzero(table.size_bounds < limit_s)
-        for pair in pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist():
-            sized_fold = self.bounds.sized_fold(pair)
-            if not found.accepts(sized_fold[0]):
-                continue
-            bound = float(table.size_bounds[pair])
-            for variant in self.variants:
-                if bound < found.best[variant].get(sized_fold[0], (limit_s,))[0]:
-                    variant._price_pair(sized_fold, [found], is_beam=is_beam)
+        by_fold = pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist()
+        for _, own in groupby(by_fold, table.folds.__getitem__):
+            first = next(own)
+            fold, _ = self.bounds.fold_of(first)
+            for pair in chain((first,), own) if accepts(fold) else ():
+                bound = float(table.size_bounds[pair])
+                for variant in self.variants:
+                    if bound < found.best[variant].get(fold, (limit_s,))[0]:
+                        variant._price_pair(self.bounds.sized_fold(pair), [found], is_beam=is_beam)
         return found.plans()
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
