@@ -1,6 +1,7 @@
 """`moefold plan`: rank all legal mappings of a model on some GPUs by predicted step time, with memory and reasons."""
 
 import argparse
+import atexit
 import gc
 import json
 import sys
@@ -55,8 +56,10 @@ examples:
 
 def run(argv: list[str]) -> int:
     """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0."""
-    # A search makes half a million objects and few cycles: collections would take a tenth of its time.
+    # A search makes half a million objects and few cycles: collections would take a tenth of its time, and the last one
+    # at the exit of Python as much again.
     gc.disable()
+    atexit.register(gc.freeze)
     try:
         return _answer(argv)
     finally:

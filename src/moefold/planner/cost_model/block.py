@@ -96,8 +96,8 @@ class BlockTime:
 
     @property
     def sums(self) -> NDArray[np.float64]:
-        """The sums of both directions, the kernels and the syncs, [9] or [9, mappings]."""
-        values = (*self.forward_cost, *self.backward_cost, *self.kernels, self.host_syncs)
+        """The sums of both directions, the kernels, the syncs and the weight gradients, [10] or [10, mappings]."""
+        values = (*self.forward_cost, *self.backward_cost, *self.kernels, self.host_syncs, self.wgrad_s)
         return np.array(np.broadcast_arrays(*values), dtype=float)
 
     def at(self, place: int) -> "BlockTime":
@@ -117,7 +117,7 @@ class BlockTime:
 
 
 def block_of_sums(rows: NDArray[np.float64]) -> BlockTime:
-    """Return many blocks as one, from `BlockTime.sums` of each, [9, mappings]. It cannot be recomputed."""
+    """Return many blocks as one, from `BlockTime.sums` of each, [10, mappings]. It cannot be recomputed."""
     forward, backward = (
         tuple(map(CostItem, ("attention", "tp_comm", "ep_comm"), sums)) for sums in (rows[:3], rows[3:6])
     )

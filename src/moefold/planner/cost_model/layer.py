@@ -80,7 +80,7 @@ class LayerCostModel:
         mappings: Sequence[ParallelMapping],
         degrees: Sequence[tuple[int, int, Sequence[DispatcherPart]]],
     ) -> dict[DispatcherPart, NDArray[np.float64]]:
-        """Return `BlockTime.sums` of the networks of a kind for each dispatcher, [9, degrees, mappings].
+        """Return `BlockTime.sums` of the networks of a kind for each dispatcher, [10, degrees, mappings].
 
         Args:
             mappings: mappings with all distinct `token_key`. Their expert degrees do not count.
@@ -93,7 +93,7 @@ class LayerCostModel:
             return dict.fromkeys(dispatchers, np.repeat(rows[:, None], len(degrees), axis=1))
         self._token_places = {self.token_key(m): i for i, m in enumerate(mappings)}
         tp, cp, mbs = np.array([(m.tp, m.cp, m.mbs) for m in mappings]).T
-        found = {one: np.full((9, len(degrees), len(mappings)), np.nan) for one in dispatchers}
+        found = {one: np.full((10, len(degrees), len(mappings)), np.nan) for one in dispatchers}
         block = BlockCost(self.gemm, self._hidden_size, ParallelMapping(tp=tp, cp=cp, mbs=mbs))
         for i, (ep, etp, own) in enumerate(degrees):
             cost = MoECost(block, part.routed, ep, etp)

@@ -7,6 +7,7 @@ stages) and memory strategies (parts to recompute or offload) are priced many at
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -230,15 +231,35 @@ class CostModel:
         n = mapping.num_micro_batches(self.workload.global_batch_size)
         kinds = range(len(self.kind_counts))
         if strategies is None:
-            *layers, wgrad_s = np.array([self.plain_layer_s(kind, mapping) for kind in kinds]).T[:, :, None]
+            layers = list(np.array([self.plain_layer_s(kind, mapping) for kind in kinds]).T[:, :, None])
         else:
             times = [self.layer_time(kind, mapping, strategies) for kind in kinds]
             layers = [np.array([layer.forward_s for layer in times]), np.array([layer.backward_s for layer in times])]
-            wgrad_s = np.array([[layer.wgrad_s] for layer in times])
-        table = self._pipeline_table(mapping.pp, pipelines)
+            layers.append(np.array([[layer.wgrad_s] for layer in times]))
+        return self.passes(mapping.pp, n, pipelines, layers, self.head_and_loss_s(mapping), self.p2p_s(mapping))
+
+    def passes(
+        self,
+        pp: int,
+        num_micro_batches: int,
+        pipelines: tuple[PipelineVariant, ...],
+        layers: Sequence[Seconds],
+        head: Sequence[Any] | Seconds,
+        send_s: Any,
+    ) -> PassTimes:
+        """Compute the times of pipelines with layers, head and loss that take some seconds, as numbers or arrays.
+
+        Args:
+            layers: seconds of a layer of each kind forward, backward and of its weight gradients, [kinds, strategies],
+                or of many mappings in place of the strategies.
+            head: seconds of head and loss, forward and backward.
+            send_s: seconds of one send to the next stage.
+        """
+        n = num_micro_batches
+        *_, wgrad_s = layers
+        table = self._pipeline_table(pp, pipelines)
         contents = table.contents
         shares = table.shares
-        head = self.head_and_loss_s(mapping)
         # Seconds of each content, [pipelines, contents, strategies].
         forward, backward = (
             contents[:, :, :-1] @ layers[direction] + contents[:, :, -1:] * head[direction] for direction in range(2)
@@ -250,8 +271,8 @@ class CostModel:
         backward_s = backward[at]
         weight = (shares @ (contents[:, :, :-1] @ wgrad_s))[:, 0]
         mean_forward, mean_backward = ((shares @ ranks)[:, 0] for ranks in (forward, backward))
-        sends, send_back = self.exposed_p2p_s(mapping, table.vpp, n)
-        bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), mapping.pp, n, table)
+        sends, send_back = _exposed_p2p_s(pp, send_s, table.vpp, n)
+        bubble = _bubbles((mean_forward + send_back, mean_backward + send_back, weight), pp, n, table)
         return PassTimes(
             seconds=n * (forward_s + backward_s) + sends + bubble,
             forward_s=forward_s,
@@ -477,16 +498,13 @@ class CostModel:
         num_bytes = tokens * self.model_spec.config.hidden_size * self.workload.value_bytes
         return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 
-    def exposed_p2p_s(self, mapping: ParallelMapping, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:
-        """Return the exposed p2p seconds of a step, and of one pass through a rank's chunks.
 
-        `vpp` is a number or an array.
-        """
-        if mapping.pp == 1:
-            return 0.0 * vpp, 0.0 * vpp
-        send_s = self.p2p_s(mapping)
-        exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
-        return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_CALL_S), vpp * send_s
+def _exposed_p2p_s(pp: int, send_s: Any, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:
+    """Return the exposed p2p seconds of a step, and of one pass through a rank's chunks."""
+    if pp == 1:
+        return 0.0 * vpp, 0.0 * vpp
+    exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
+    return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_CALL_S), vpp * send_s
 
 
 def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemoryStrategies) -> Seconds:

@@ -14,27 +14,23 @@ outside the beam is below the best mapping, 0 if none is. The search has not che
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import chain, count, groupby
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.cost.memoised import memoised
-from moefold.planner.cost_model.block import block_of_sums
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MemoryEstimate
+from moefold.planner.search.bounds import PairBounds, plain_pipelines
 from moefold.planner.search.constraints import FOLD_DEGREES, FOLDED, METHODS, Fold
 from moefold.planner.search.memory_filter import (
     PLAIN_PIPELINE,
@@ -43,8 +39,6 @@ from moefold.planner.search.memory_filter import (
     small_pipelines,
     with_strategy,
 )
-from moefold.planner.search.space import AttentionView
-from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 BEAM = 300
 """Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, for each number of pipeline
@@ -118,25 +112,6 @@ class _Node(NamedTuple):
     """True if the bound takes memory into account."""
 
 
-class _PairBounds(NamedTuple):
-    """Lower bounds of the seconds of a step of every fold with every micro-batch size, in the order of the space."""
-
-    bounds: Seconds
-    """With the bound of the fold, [pairs]."""
-    size_bounds: Seconds
-    """Bounds of the micro-batch size alone, [pairs]."""
-    dispatchers: NDArray[np.intp]
-    """Index of the fastest dispatcher in `Search._searched`, [pairs]."""
-    folds: NDArray[np.intp]
-    """Number of the fold, [pairs]."""
-    sizes: NDArray[np.intp]
-    """Index of the micro-batch size in the view, [pairs]."""
-    views: NDArray[np.intp]
-    """Number of the view of each fold, [folds]."""
-    experts: NDArray[np.intp]
-    """Index of the degrees of the experts of each fold, [folds]."""
-
-
 class _TargetResults:
     """The best mappings of a target so far, for each variant of a search one for each fold."""
 
@@ -205,6 +180,7 @@ class Search:
         self.memory_model = memory.memory_model
         self.gap = 0.0
         """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
+        self.bounds = PairBounds(cost_model, memory, BEAM)
         self._global_batch_size = cost_model.workload.global_batch_size
 
     def find(self, targets: Sequence[SearchTarget]) -> list[list[PlannedMapping]]:
@@ -225,7 +201,7 @@ class Search:
 
     def _pairs(self) -> Iterator["_Node"]:
         """Yield all pairs, lowest bound first."""
-        bounds = self._pair_bounds.bounds
+        bounds = self.bounds.table.bounds
         return (_Node(float(bounds[pair]), pair) for pair in np.argsort(bounds, kind="stable").tolist())
 
     def _search_pass(self, pairs: Iterator["_Node"], found: Sequence["_TargetResults"]) -> list["_Node"]:
@@ -243,12 +219,12 @@ class Search:
             bound = node.bound_s
             if bound >= max(results.limit_s for results in found):
                 break
-            fold, _ = self._fold_of(node.pair)
+            fold, _ = self.bounds.fold_of(node.pair)
             own = [results for results in found if bound < results.limit_s and results.accepts(fold)]
             if not own:
                 continue
             if node.has_memory:
-                self.variants[node.variant]._price_pair(self._sized_fold(node.pair), own)
+                self.variants[node.variant]._price_pair(self.bounds.sized_fold(node.pair), own)
                 continue
             if node.passes_s < 0:
                 taken[fold.pp] += 1
@@ -258,18 +234,6 @@ class Search:
             for closer in self._refine(node, own):
                 heappush(refined, closer)
         return skipped
-
-    def _fold_of(self, pair: int) -> tuple[Fold, AttentionView]:
-        """Return the fold of a pair, and its attention view."""
-        table = self._pair_bounds
-        fold = table.folds[pair]
-        view = self.space.views[table.views[fold]]
-        return self.space.fold_of(view, table.experts[fold]), view
-
-    def _sized_fold(self, pair: int) -> tuple[Fold, int, tuple[PipelineVariant, ...]]:
-        """Return the fold of a pair, its micro-batch size and its pipelines."""
-        fold, view = self._fold_of(pair)
-        return fold, *view.pipelines_by_mbs[self._pair_bounds.sizes[pair]]
 
     def plans_below(
         self,
@@ -285,16 +249,17 @@ class Search:
         """
         target = SearchTarget(self.space.num_folds, accepts, zero_stages, limit_s=limit_s)
         found = _TargetResults(target, self.variants)
-        table = self._pair_bounds
+        table = self.bounds.table
         pairs = np.flatnonzero(table.size_bounds < limit_s)
-        for pair in pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist():
-            sized_fold = self._sized_fold(pair)
-            if not found.accepts(sized_fold[0]):
-                continue
-            bound = float(table.size_bounds[pair])
-            for variant in self.variants:
-                if bound < found.best[variant].get(sized_fold[0], (limit_s,))[0]:
-                    variant._price_pair(sized_fold, [found], is_beam=is_beam)
+        by_fold = pairs[np.lexsort((table.size_bounds[pairs], table.folds[pairs]))].tolist()
+        for _, own in groupby(by_fold, table.folds.__getitem__):
+            first = next(own)
+            fold, _ = self.bounds.fold_of(first)
+            for pair in chain((first,), own) if accepts(fold) else ():
+                bound = float(table.size_bounds[pair])
+                for variant in self.variants:
+                    if bound < found.best[variant].get(fold, (limit_s,))[0]:
+                        variant._price_pair(self.bounds.sized_fold(pair), [found], is_beam=is_beam)
         return found.plans()
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
@@ -308,16 +273,19 @@ class Search:
         limit_s = max(results.limit_s for results in own)
         if node.variant >= 0:
             variant = self.variants[node.variant]
-            bound = node.passes_s + variant._least_recompute_s(*self._sized_fold(node.pair), zeros) + STEP_OVERHEAD_S
+            bound = (
+                node.passes_s + variant._least_recompute_s(*self.bounds.sized_fold(node.pair), zeros) + STEP_OVERHEAD_S
+            )
             refined = [node._replace(bound_s=max(node.bound_s, bound), has_memory=True)]
-        elif node.passes_s < 0 and self.cost_model.lower_bounds is not self.cost_model:
-            # The attention of documents is planned only where its lower bound may win.
-            passes_s, bound = self._step_bound_s(self.cost_model.lower_bounds, node.pair, zeros, limit_s)
-            refined = [node._replace(bound_s=max(node.bound_s, bound), passes_s=passes_s)]
+        elif node.passes_s < 0:
+            passes_s, bound = self.bounds.step_bound(node.pair, zeros)
+            number = 0 if self.cost_model.lower_bounds is self.cost_model else -1
+            refined = [_Node(max(node.bound_s, bound), node.pair, number, passes_s)]
         else:
+            # The attention of documents is planned only where its lower bound may win.
             refined = []
             for number, variant in enumerate(self.variants):
-                passes_s, bound = self._step_bound_s(variant.cost_model, node.pair, zeros, limit_s)
+                passes_s, bound = self.bounds.step_bound_under(variant.cost_model, node.pair, zeros)
                 refined.append(_Node(max(node.bound_s, bound), node.pair, number, passes_s))
         yield from (closer for closer in refined if closer.bound_s < limit_s)
 
@@ -339,173 +307,6 @@ class Search:
             if timed is not None:
                 results.add(sized_fold[0], timed, self)
 
-    def _passes_on_rank(self, view: AttentionView) -> list[tuple[int, float]]:
-        """Return each micro-batch size with a lower bound of a pipeline rank's time, in passes through the whole model.
-
-        A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
-        """
-        found = []
-        for mbs, pipelines in view.pipelines_by_mbs:
-            n = self._global_batch_size // (mbs * view.dp)
-            most = max(pipeline.vpp for pipeline in pipelines)
-            found.append((mbs, (n + (view.pp - 1) / (3 * most) if view.pp > 1 else n) / view.pp))
-        return found
-
-    @cached_property
-    def _searched(self) -> tuple[DispatcherPart, ...]:
-        """The dispatchers in the order of `_dispatchers`."""
-        return tuple(reversed(self.space.searched_dispatchers))
-
-    @cached_property
-    def _pair_bounds(self) -> "_PairBounds":
-        """Bounds of the layers of one micro-batch without recomputation, and the least bubble.
-
-        The bound of a fold has the kernels of its largest micro-batches, which are the most efficient.
-        """
-        space = self.space
-        views = space.views
-        sized = [(view, *one) for view in views for one in self._passes_on_rank(view)]
-        sizes_of = np.array([len(view.pipelines_by_mbs) for view in views], dtype=np.intp)
-        first_of = np.cumsum(sizes_of) - sizes_of
-        experts_of = [space.experts_of(view) for view in views]
-        view_of = np.repeat(np.arange(len(views)), [len(own) for own in experts_of])
-        expert_of = np.array([at for own in experts_of for at in own], dtype=np.intp)
-        # Each pair: its fold, and its view with a micro-batch size.
-        num_sizes = sizes_of[view_of]
-        fold = np.repeat(np.arange(len(view_of)), num_sizes)
-        last = np.cumsum(num_sizes) - 1
-        size = np.arange(len(fold)) - (last - num_sizes + 1)[fold]
-        sized_view = first_of[view_of[fold]] + size
-        # Equal layers are priced once. With documents the other degrees of attention decide too who waits.
-        has_documents = self.cost_model.workload.attention is not None
-        numbers: dict[Hashable, int] = {}
-        keys = ((view.tp, view.cp, mbs, view.dp if has_documents else 0) for view, mbs, _ in sized)
-        mixer_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)
-        code = mixer_of[sized_view] * len(space.expert_degrees) + expert_of[fold]
-        is_used = np.zeros(len(numbers) * len(space.expert_degrees), dtype=bool)
-        is_used[code] = True
-        used = np.flatnonzero(is_used)
-        first_with = np.unique(mixer_of, return_index=True)[1].tolist()
-        seconds = np.full(len(is_used), inf)
-        dispatchers = np.zeros(len(is_used), dtype=np.intp)
-        if len(used):
-            own_sizes = [sized[i][:2] for i in first_with]
-            seconds[used], dispatchers[used] = self._layers_s(own_sizes, *np.divmod(used, len(space.expert_degrees)))
-        layers_s = seconds[code]
-        passes = np.array([passes for *_, passes in sized])
-        mbs_of = np.array([mbs for _, mbs, _ in sized])
-        least = np.minimum.reduceat(passes * mbs_of, first_of) if len(views) else passes
-        largest = mbs_of[sized_view[last]]
-        bounds_of_folds = least[view_of] * (layers_s[last] / largest)
-        size_bounds = passes[sized_view] * layers_s
-        bounds = np.maximum(bounds_of_folds[fold], size_bounds)
-        return _PairBounds(bounds, size_bounds, dispatchers[code], fold, size, view_of, expert_of)
-
-    def _layers_s(
-        self, sizes: Sequence[tuple[AttentionView, int]], mixer_of: NDArray[np.intp], expert_of: NDArray[np.intp]
-    ) -> tuple[Seconds, NDArray[np.intp]]:
-        """Return the seconds of all layers, the head and the loss for one micro-batch, least over the dispatchers.
-
-        Overlap only hides communication. Without a legal dispatcher the seconds are inf.
-
-        Args:
-            sizes: attention views with a micro-batch size.
-            mixer_of: index of each layer's view in `sizes`.
-            expert_of: index of its expert degrees.
-
-        Returns:
-            Seconds, and indices of the dispatchers in `_searched`, [layers].
-        """
-        model = self.cost_model.lower_bounds
-        costs = model.layer_costs
-        expert_degrees = self.space.expert_degrees
-        mappings = [ParallelMapping(tp=v.tp, cp=v.cp, dp=v.dp, pp=v.pp, mbs=mbs) for v, mbs in sizes]
-        mixers = mappings
-        mixer_at = mixer_of
-        if model.workload.attention is not None:
-            # The ranks that wait for each other depend on the degrees of the experts.
-            pairs = zip(mixer_of.tolist(), expert_of.tolist(), strict=True)
-            experts = ((mappings[i], expert_degrees[at]) for i, at in pairs)
-            mixers = [replace(m, ep=ep, etp=etp) for m, (ep, etp) in experts]
-            mixer_at = np.arange(len(mixer_of))
-        places: dict[Hashable, int] = {}
-        token_of = np.array([places.setdefault(costs.token_key(m), len(places)) for m in mappings])
-        tokens = [mappings[i] for i in np.unique(token_of, return_index=True)[1].tolist()]
-        is_legal = self._legal_dispatchers(sizes, mixer_of, expert_of)
-        degrees = [
-            (*pair, [part for part, own in zip(self._searched, is_legal, strict=True) if own[expert_of == at].any()])
-            for at, pair in enumerate(expert_degrees)
-        ]
-        networks = [costs.network_sums(kind, tokens, degrees) for kind in range(len(model.kind_counts))]
-        mixer_sums = [
-            np.array([costs.mixer(kind, m, model.attention_peers(m)).sums for m in mixers]).T[:, mixer_at]
-            for kind in range(len(model.kind_counts))
-        ]
-        heads = np.array([sum(model.head_and_loss_s(m)) for m in mixers])[mixer_at]
-        found = np.full(is_legal.shape, inf)
-        for number, (part, own) in enumerate(zip(self._searched, is_legal, strict=True)):
-            if not own.any():
-                continue
-            total = heads[own]
-            for kind, count_of_kind in enumerate(model.kind_counts):
-                blocks = (
-                    block_of_sums(mixer_sums[kind][:, own]),
-                    block_of_sums(networks[kind][part][:, expert_of[own], token_of[mixer_of[own]]]),
-                )
-                total += count_of_kind * sum(model.plain_s(blocks, overlap=True))
-            found[number, own] = total
-        fastest = found.argmin(axis=0)
-        return found[fastest, np.arange(len(fastest))], fastest
-
-    def _legal_dispatchers(
-        self, sizes: Sequence[tuple[AttentionView, int]], mixer_of: NDArray[np.intp], expert_of: NDArray[np.intp]
-    ) -> NDArray[np.bool_]:
-        """Return which of `_searched` are `_dispatchers` of layers, as of `_layers_s`, [dispatchers, layers]."""
-        space = self.space
-        ratios: dict[float, int] = {}
-        ratio_of = np.array([ratios.setdefault(mbs / (v.tp * v.cp), len(ratios)) for v, mbs in sizes])
-        codes, places, which = np.unique(
-            ratio_of[mixer_of] * len(space.expert_degrees) + expert_of, return_index=True, return_inverse=True
-        )
-        found = np.zeros((len(self._searched), len(codes)), dtype=bool)
-        for i, place in enumerate(places.tolist()):
-            view, mbs = sizes[mixer_of[place]]
-            legal = self._dispatchers(space.fold_of(view, expert_of[place]), mbs)
-            found[:, i] = [part in legal for part in self._searched]
-        return found[:, which.reshape(-1)]
-
-    def _step_bound_s(
-        self,
-        model: CostModel,
-        pair: int,
-        zeros: Collection[int],
-        limit_s: float,
-    ) -> tuple[float, float]:
-        """Return lower bounds of the seconds of the micro-batches of a step, and of a step with some ZeRO stages.
-
-        Args:
-            limit_s: the bound of a step that takes longer.
-        """
-        fold, size, pipelines = self._sized_fold(pair)
-        plain = self._plain_pipelines(fold, pipelines)
-        fastest = self._searched[self._pair_bounds.dispatchers[pair]]
-        choice = MicroBatchChoice(fold, size, fastest, False, plain)
-        # Overlap only hides communication.
-        passes = model.pass_times(choice._replace(overlap=True).mapping(), plain)
-        least_s = limit_s
-        stages = {zero for zero, _ in self.memory.placements if zero in zeros}
-        # ZeRO-2 only reduces more often than ZeRO-1.
-        least_stages = stages - {2} if 1 in stages else stages
-        placements = [placement for placement in self.memory.placements if placement[0] in least_stages]
-        # Slower passes hide more communication, but never more than they take longer.
-        for place in np.argsort(passes.seconds[:, 0], kind="stable").tolist():
-            if passes.seconds[place, 0] + STEP_OVERHEAD_S >= least_s:
-                break
-            for zero, moments in placements:
-                m = choice.mapping(plain[place], zero, moments)
-                least_s = min(least_s, float(model.step_s(passes, m, place)[0]))
-        return float(passes.seconds.min()), least_s
-
     def _least_recompute_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
     ) -> float:
@@ -525,17 +326,15 @@ class Search:
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
         return probe.num_micro_batches(self._global_batch_size) / probe.pp * float(extra)
 
-    def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
-        """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
-        return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
-
     def _choices(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], overlap: bool
     ) -> Iterator[MicroBatchChoice]:
         """Yield the dispatchers to look at, fastest first, and the pipelines that are legal with them."""
-        plain = self._plain_pipelines(fold, pipelines)
+        plain = plain_pipelines(fold, pipelines)
         fastest = inf
-        choices = [MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self._dispatchers(fold, size)]
+        choices = [
+            MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self.bounds.dispatchers(fold, size)
+        ]
         times = (float(self.cost_model.model_s(choice.mapping())) for choice in choices)
         for seconds, choice in sorted(zip(times, choices, strict=True), key=itemgetter(0)):
             legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
@@ -546,20 +345,6 @@ class Search:
             if seconds < fastest or has_own and self.memory_model.activation_memory.may_need_less(choice.mapping()):
                 yield choice._replace(pipelines=legal)
                 fastest = fastest if has_own else seconds
-
-    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, mbs / (fold.tp * fold.cp)))
-    def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
-        """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
-        found = self.space.dispatchers(fold, mbs)
-        if fold.ep * fold.etp == 1 or self.cost_model.model_spec.config.routed is None:
-            return found[:1]
-        default = default_part(DispatcherPart)
-        has_default = default in found
-        return tuple(
-            part
-            for part in reversed(found)
-            if part == default or not has_default or overrides_any(part, "traffic", "sends_once")
-        )
 
     def _fastest_that_fit(
         self,
