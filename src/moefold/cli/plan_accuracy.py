@@ -21,10 +21,9 @@ metric is mfu_pct, tflops_per_gpu or tokens_per_s_per_gpu; value a number or OOM
 does not give it. Rows without a complete mapping are skipped and counted; the planner chooses the micro-batch size and
 virtual stages that the source does not give.
 
-The method of your own runs is moefold, and the other axes of the mapping as in moefold plan --explain:
-  moefold zero=3 dispatcher=alltoall recompute=norms
-They are priced as moefold plan does, with all of a GPU's memory. Other methods are published measurements of other
-software. Only a checkout of moefold prices them (benchmarks/published).
+The method of your own runs is the word moefold, then the axes without a column, as moefold plan --explain takes them:
+zero=3 dispatcher=alltoall recompute=norms. They are priced as moefold plan does, with all of a GPU's memory. Other
+methods are published measurements of other software. Only a checkout of moefold prices them (benchmarks/published).
 
 example:
   moefold plan-accuracy runs.csv --json
