@@ -1,6 +1,6 @@
 """Fit the planner's constants on published measurements: robust least squares of log errors, with physical priors.
 
-    python benchmarks/fit_planner.py tests/planner/published/calibration.csv \
+    python -m benchmarks.fit_planner tests/planner/published/calibration.csv \
       tests/planner/published/calibration_2026.csv tests/planner/published/dense_calibration.csv
 
 Every constant belongs to a device or a kernel, not to a model or a row. Each starts from a physical value, which is
@@ -22,12 +22,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published.models import load_published_model
+from benchmarks.published.predictions import row_key, validate_predictions
+from benchmarks.published.rows import PAPER, PublishedCase, parse_case
 from moefold.cost.hardware import BLACKWELL, GRACE_BLACKWELL, HOPPER, Device, load_device
 from moefold.planner import model_spec
-from moefold.planner.accuracy import PAPER, Prediction, PublishedCase, parse_case, row_key, validate_predictions
+from moefold.planner.accuracy import Prediction
 from moefold.planner.cost_model import data_parallel, layer, step, workload
 from moefold.planner.cost_model.step import CostModel
-from moefold.planner.model_spec import load_model_spec
 
 X86 = ("b200", "b300")
 ALL = HOPPER + BLACKWELL
@@ -203,7 +205,7 @@ def read_samples(paths: list[Path]) -> list[Sample]:
             if p.error_pct is None:
                 continue
             case = parse_case(p.row)
-            cost_model = CostModel(load_model_spec(case.model), load_device(case.gpu), case.workload)
+            cost_model = CostModel(load_published_model(case.model), load_device(case.gpu), case.workload)
             tokens = cost_model.step_time(p.mapping).tokens_per_s_per_gpu / (1 + p.error_pct / 100)
             key = (p.row["source"], case.model, case.gpu, p.mapping, case.workload, round(float(np.log(tokens)), 1))
             if key not in samples:
@@ -217,7 +219,7 @@ def read_samples(paths: list[Path]) -> list[Sample]:
 def log_errors(samples: list[Sample], values: FloatArray) -> FloatArray:
     """Return log(predicted / measured) of each sample, under the exponents of `values`."""
     devices = apply_constants(np.exp(values))
-    for cached in (model_spec.model_spec_from_config, load_model_spec):
+    for cached in (model_spec.model_spec_from_config, model_spec.load_model_spec, load_published_model):
         cached.cache_clear()
     cost_models: dict[tuple[object, ...], CostModel] = {}
     errors = []
@@ -226,7 +228,7 @@ def log_errors(samples: list[Sample], values: FloatArray) -> FloatArray:
         w = replace(w, expert_spread=workload.EXPERT_SPREAD) if w.expert_spread else w
         key = (s.case.model, s.case.gpu, w)
         if key not in cost_models:
-            cost_models[key] = CostModel(load_model_spec(s.case.model), devices[s.case.gpu], w)
+            cost_models[key] = CostModel(load_published_model(s.case.model), devices[s.case.gpu], w)
         priced = cost_models[key].step_time(s.prediction.mapping)
         errors.append(np.log(priced.tokens_per_s_per_gpu) - s.log_tokens)
     return np.array(errors)

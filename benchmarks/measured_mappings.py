@@ -11,7 +11,9 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from moefold.planner.accuracy import SkipRowError, parse_case, predict, read_rows
+from benchmarks.published.predictions import predict
+from benchmarks.published.rows import parse_case
+from moefold.planner.accuracy import SkipRowError, read_rows
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER
 from moefold.planner.mapping_families import measured_axes
 

@@ -10,12 +10,10 @@ from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
-from moefold.planner.foreign_models import foreign_models
 from moefold.planner.model_spec import (
     find_model_name,
     layer_parameters,
     load_model_spec,
-    train_flops,
 )
 from moefold.planner.planner import read_model
 from moefold.planner.stage_splitter import RecipeStageSplitter
@@ -34,45 +32,6 @@ def test_parameters_of_the_layers_are_the_matrices_and_two_norms(name):
     counted = count_parameters(spec.config)
     layers = sum(sum(layer_parameters(spec.kinds[kind])) for kind in spec.layers)
     assert layers == pytest.approx(counted.total - counted.mtp - counted.embedding - counted.head, rel=2e-3)
-
-
-# published/README.md and the quotients of the two metrics that its rows print, GFLOP for a token, without the router.
-@pytest.mark.parametrize(
-    ("name", "seq_len", "causal", "printed"),
-    [
-        ("mixtral-8x22b", 4096, False, 250.6),
-        ("deepseek-v3", 4096, True, 260.0),
-        ("qwen3-235b-a22b", 4096, True, 148.0),
-        ("qwen3-30b-a3b", 4096, True, 23.0),
-        ("kimi-k2", 4096, True, 204.5),
-        ("gpt-oss-120b", 4096, True, 32.6),
-        ("mixtral-8x7b", 4096, False, 82.9),
-        ("llama-4-scout", 8192, True, 108.9),
-        ("nemotron-3-nano", 8192, True, 22.3),
-        ("nemotron-3-super", 8192, True, 85.1),
-        ("llama3-70b", 8192, True, 449.2),
-    ],
-)
-def test_operations_are_those_that_sources_print(name, seq_len, causal, printed):
-    counted = train_flops(load_model_spec(name), seq_len, causal=causal, router=False)
-    assert counted / 1e9 == pytest.approx(printed, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "total"),
-    [
-        ("nemotron-3-nano", 31.6e9),
-        ("nemotron-3-super", 120e9),
-        ("moonlight-16b", 16e9),
-        ("llama3-8b", 8.03e9),
-        ("llama3-405b", 405.9e9),
-    ],
-)
-def test_other_models_have_their_published_number_of_parameters(name, total):
-    assert name in foreign_models()
-    # Cards leave layers of multi-token prediction out.
-    counted = count_parameters(load_model_spec(name).config)
-    assert counted.total - counted.mtp == pytest.approx(total, rel=0.03)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -106,7 +65,6 @@ def test_a_hybrid_has_its_published_number_of_parameters():
         ("LLAMA3.1_405B", "llama3-405b"),
         ("Llama3-8x70B", "llama3-8x70b"),
         ("Mixtral-8x22B-G8T8", "mixtral-8x22b-g8t8"),
-        ("Nemotron-3-Super-120B", "nemotron-3-super"),
         ("DeepSeekV4 Flash", None),
     ],
 )
@@ -131,17 +89,12 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
     with pytest.raises(ConfigError) as error:
         load_model_spec("no-such-model")
     listed = re.search("he models are (.*); or name", str(error.value))[1].split(", ")
-    others = {name for name in foreign_models() if not load_model_spec(name).is_trainable}
-    assert others
-    assert set(listed) == {*preset_names(), *foreign_models()} - others
+    assert set(listed) > {*preset_names(), "llama3-8b", "moonlight-16b"}
     for name in listed:
         cfg = read_model(name)[0]
         assert cfg.model == load_model_spec(name).config
         train = replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.selected_keys))
         check_config(replace(cfg, run=replace(cfg.run, device="cuda"), train=train, parallel=ParallelConfig()))
-    for name in others:
-        with pytest.raises(ConfigError, match="layers that moefold cannot train"):
-            read_model(name)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("mixtral-8x22b", 56), ("deepseek-v3", 16), ("qwen3-235b-a22b", 24)])

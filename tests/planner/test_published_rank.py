@@ -13,17 +13,19 @@ from random import Random
 
 import pytest
 
+from benchmarks.published.models import load_published_model
+from benchmarks.published.predictions import predict
+from benchmarks.published.rows import BASELINES, PAPER, PublishedCase, parse_case
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.run import RunConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.hardware import load_device
-from moefold.planner.accuracy import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
+from moefold.planner.accuracy import SkipRowError, read_rows
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
-from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
 from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MicroBatchChoice, Search, SearchTarget
@@ -48,7 +50,7 @@ def cases() -> dict[str, PublishedCase]:
         degrees = f"tp{m.tp}-cp{m.cp}-pp{m.pp}-ep{m.ep}-etp{m.etp}"
         name = f"{case.model}-{m.world_size}x{case.gpu}-{case.workload.precision}-{degrees}"
         is_baseline = row["source"].startswith(PAPER) and row["method"] in BASELINES
-        if row["value"].upper() != "OOM" and not is_baseline and load_model_spec(case.model).config is not None:
+        if row["value"].upper() != "OOM" and not is_baseline and load_published_model(case.model).config is not None:
             found.setdefault(name, case)
     return found
 
@@ -61,7 +63,7 @@ def search_of(case: PublishedCase, workload: TrainingWorkload, mapping: Parallel
 
     A search within the device's memory would leave it out where the estimate is larger (`MAX_OVERESTIMATE`).
     """
-    shape, w = load_model_spec(case.model), workload
+    shape, w = load_published_model(case.model), workload
     assert shape.config is not None
     cfg = Config(
         run=RunConfig(device="cuda"),

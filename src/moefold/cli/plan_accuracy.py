@@ -1,7 +1,10 @@
-"""`moefold plan-accuracy`: compare the planner's predictions with a table of published measurements."""
+"""`moefold plan-accuracy`: compare the planner's predictions with a table of measurements."""
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -9,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.cli.command_parser import CommandParser
-from moefold.planner.accuracy import Accuracy, Prediction, validate_predictions
+from moefold.planner.accuracy import Accuracy, Prediction, RowReader, predict_own_run, validate_predictions
+from moefold.planner.mapping_families import STATED_ERROR
 
 EPILOG = """the table is CSV with the columns
   source model gpu n_gpus precision seq_len gbs mbs tp etp cp ep pp vpp metric value method note
@@ -17,8 +21,12 @@ metric is mfu_pct, tflops_per_gpu or tokens_per_s_per_gpu; value a number or OOM
 does not give it. Rows without a complete mapping are skipped and counted; the planner chooses the micro-batch size and
 virtual stages that the source does not give.
 
+The method of your own runs is the word moefold, then the axes without a column, as moefold plan --explain takes them:
+zero=3 dispatcher=alltoall recompute=norms. They are priced as moefold plan does, with all of a GPU's memory. Other
+methods are published measurements of other software. Only a checkout of moefold prices them (benchmarks/published).
+
 example:
-  moefold plan-accuracy published.csv --json
+  moefold plan-accuracy runs.csv --json
 """
 
 
@@ -26,7 +34,7 @@ def run(argv: list[str]) -> int:
     """Print the error of each row and the means."""
     arguments = _parser().parse_args(argv)
 
-    accuracy = validate_predictions(arguments.table)
+    accuracy = validate_predictions(arguments.table, row_reader((Path(__file__).parents[3], Path.cwd())))
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
@@ -36,11 +44,19 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def row_reader(folders: Sequence[Path]) -> RowReader:
+    """Return what prices a row: for the first folder that is a checkout, of other software too."""
+    for folder in folders:
+        if (folder / "benchmarks" / "published" / "predictions.py").is_file():
+            sys.path.append(str(folder))
+            reader: RowReader = import_module("benchmarks.published.predictions").predict_row
+            return reader
+    return predict_own_run
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "moefold plan-accuracy", "Compare the planner's predictions with published measurements.", EPILOG
-    )
-    parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
+    parser = CommandParser("moefold plan-accuracy", "Compare the planner's predictions with measurements.", EPILOG)
+    parser.add_argument("table", type=Path, metavar="FILE.csv", help="measured runs")
     parser.flag("--json", "print one JSON object")
     return parser
 
@@ -60,6 +76,8 @@ def print_accuracy(console: Console, accuracy: Accuracy) -> None:
     console.print(f"skipped {sum(accuracy.skipped.values())} rows")
     for reason, count in accuracy.skipped.items():
         console.print(f"  {count:4d}  {reason}", markup=False)
+    if any(prediction.row.is_own for prediction in accuracy.predictions):
+        console.print(f"expected: {STATED_ERROR}", markup=False, highlight=False)
     mistakes = accuracy.memory_mistakes
     console.print(f"rows whose memory is predicted wrongly: {len(mistakes)}")
     for prediction in mistakes:

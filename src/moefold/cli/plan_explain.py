@@ -13,9 +13,10 @@ from moefold.cli.plan_outputs import (
     report_unwritten,
     write_outputs,
 )
-from moefold.cli.plan_table import parse_axes, print_breakdown, print_ranking, print_request
+from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
 from moefold.cli.screen import open_console, print_prose
 from moefold.errors import ConfigError
+from moefold.planner.axis_words import parse_axes
 from moefold.planner.plan_json import plan_as_dict
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import Restriction

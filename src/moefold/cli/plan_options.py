@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 
-from moefold.cli.plan_table import parse_axes
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
+from moefold.planner.axis_words import parse_axes
 from moefold.planner.plan_request import PlanOptions, plan_request
 from moefold.planner.planner import PlanRequest
 from moefold.planner.simulator.simulate import Noise

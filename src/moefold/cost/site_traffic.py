@@ -57,14 +57,8 @@ PLAIN = CodedSize(32)
 
 def wire_format(precision: str, itemsize: int) -> CodedSize:
     """Return the format of a `sites.precision` for a vector of elements of `itemsize` bytes."""
-    match precision:
-        case "bfloat16":
-            return CodedSize(16)
-        case "int8":
-            return CodedSize(8, BLOCK, SCALE_BYTES)
-        case "fp4":
-            return CodedSize(4, BLOCK, SCALE_BYTES)
-    return CodedSize(8 * itemsize)
+    bits = {"bfloat16": 16, "int8": 8, "fp4": 4}.get(precision, 8 * itemsize)
+    return CodedSize(bits, BLOCK, SCALE_BYTES) if precision in ("int8", "fp4") else CodedSize(bits)
 
 
 def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> CodedSize:

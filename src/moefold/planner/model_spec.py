@@ -1,23 +1,26 @@
 """Model spec: the distinct layers of a model and their order, as the planner prices them.
 
 The parts of a layer know its weights and its work. This module also finds a model by its name: a preset, a config.json,
-or a model without a preset (`foreign_models.py`).
+or a model without a preset (`models.toml`).
 """
 
 import re
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from moefold.bounded_read import check_regular_file
 from moefold.config.layers import Layer
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.cost.flops import TRAIN_TO_FORWARD, layer_flops, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, download_advice, is_hub_url, snapshot
 from moefold.message_text import closest_match
-from moefold.planner.foreign_models import ForeignModel, foreign_models, synonyms
 from moefold.recipe import load_config
 
 
@@ -27,11 +30,8 @@ class ModelSpec:
 
     name: str
     config: ModelConfig
-
-    @property
-    def is_trainable(self) -> bool:
-        """False for a model with layers that the runtime does not have."""
-        return not isinstance(self.config, ForeignModel)
+    is_trainable: bool = True
+    """False for a model of a published measurement with layers that the runtime does not have."""
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
@@ -108,9 +108,7 @@ def load_model_spec(name: str) -> ModelSpec:
             "names if it is one, or name a preset"
         )
     if known is None:
-        # Only `moefold plan-accuracy` prices the others.
-        trainable = (name for name, model in foreign_models().items() if not isinstance(model, ForeignModel))
-        names = (*preset_names(), *sorted(trainable))
+        names = (*preset_names(), *_other_models())
         guess = closest_match(name.lower(), names, cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         if advice := download_advice(name):
@@ -122,7 +120,17 @@ def load_model_spec(name: str) -> ModelSpec:
         )
     if known in preset_names():
         return ModelSpec(known, load_config(None, [f"model.preset={known}"]).model)
-    return ModelSpec(known, foreign_models()[known])
+    return ModelSpec(known, config_from_dict({"model": _other_models()[known]}).model)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, Any]:
+    return tomllib.loads((files("moefold.planner") / "models.toml").read_text(encoding="utf-8"))
+
+
+def _other_models() -> dict[str, Any]:
+    """Return the keys of [model] of the models without a preset."""
+    return {name: keys for name, keys in _tables().items() if name != "synonyms"}
 
 
 @lru_cache(maxsize=512)
@@ -130,9 +138,11 @@ def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
     if name in preset_names():
         return name
-    names = synonyms() | {_normalise_name(known): known for known in (*preset_names(), *foreign_models())}
-    return names.get(_normalise_name(_PARENTHESES.sub("", name)))
+    names = {other: known for known, others in _tables()["synonyms"].items() for other in others}
+    names |= {normalise_name(known): known for known in (*preset_names(), *_other_models())}
+    return names.get(normalise_name(name))
 
 
-def _normalise_name(name: str) -> str:
-    return "".join(char for char in name.lower() if char.isalnum())
+def normalise_name(name: str) -> str:
+    """Return the lower-case letters and digits of a name outside of parentheses."""
+    return "".join(char for char in _PARENTHESES.sub("", name).lower() if char.isalnum())

@@ -306,11 +306,6 @@ def read_model(name: str, overrides: Sequence[str] = ()) -> tuple[Config, ModelS
         cfg = load_config(Path(name), overrides)
         return cfg, ModelSpec(cfg.model.preset or Path(name).stem, cfg.model)
     model_spec = load_model_spec(name)
-    if not model_spec.is_trainable:
-        raise ConfigError(
-            f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
-            "plan-accuracy` prices given mappings of it"
-        )
     if overrides and model_spec.name in preset_names():
         if other := next((word for word in overrides if word.startswith("model.preset=")), ""):
             raise ConfigError(f"{other} and MODEL {name} name two models; give the one to plan as MODEL")

@@ -1,14 +1,14 @@
-"""Models of measurement tables that have no preset: dense models, and hybrids that the runtime does not have.
+"""Models of published measurements: the planner's, and hybrids that the runtime does not have.
 
-Where a source prints its FLOPs for a token, the sizes in `foreign_models.toml` agree with it
-(tests/planner/test_model_spec.py). The layers of a hybrid are parts that moefold can count but not build.
+Where a source prints its FLOPs for a token, the sizes in `models.toml` agree with it
+(tests/benchmarks/published/test_models.py). The layers of a hybrid are parts that moefold can count but not build.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.base.param_spec import ParamSpec
@@ -19,6 +19,7 @@ from moefold.config.layers import Layer
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.planner.model_spec import ModelSpec, find_model_name, load_model_spec, normalise_name
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
@@ -125,22 +126,29 @@ def _fields_of(section: Any) -> dict[str, Any]:
     return {field.name: getattr(section, field.name) for field in fields(section)}
 
 
-def _model(keys: Mapping[str, Any]) -> ModelConfig:
-    model = config_from_dict({"model": {key: value for key, value in keys.items() if key != "hybrid"}}).model
-    return _hybrid(model, **keys["hybrid"]) if "hybrid" in keys else model
-
-
 @lru_cache(maxsize=1)
 def _tables() -> dict[str, Any]:
-    return tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / "models.toml").read_text(encoding="utf-8"))
 
 
-def synonyms() -> dict[str, str]:
-    """Return the names of models by other spellings in tables of measurements."""
-    return {other: name for name, others in _tables()["synonyms"].items() for other in others}
+def hybrid_names() -> tuple[str, ...]:
+    """Return the names of the hybrids."""
+    return tuple(name for name in _tables() if name != "synonyms")
 
 
-@lru_cache(maxsize=1)
-def foreign_models() -> dict[str, ModelConfig]:
-    """Return the models by name. All except a `ForeignModel` can be planned and trained."""
-    return {name: _model(keys) for name, keys in _tables().items() if name != "synonyms"}
+@lru_cache(maxsize=64)
+def load_published_model(name: str) -> ModelSpec:
+    """Load the spec of a model by the name that `find_published_model` returns."""
+    if name not in hybrid_names():
+        return load_model_spec(name)
+    keys = dict(_tables()[name])
+    hybrid = keys.pop("hybrid")
+    return ModelSpec(name, _hybrid(config_from_dict({"model": keys}).model, **hybrid), is_trainable=False)
+
+
+@lru_cache(maxsize=512)
+def find_published_model(name: str) -> str | None:
+    """Return the model that a spelling means ("Nemotron_3_Nano (pretrain)" is nemotron-3-nano), or None."""
+    synonyms = {other: hybrid for hybrid, others in _tables()["synonyms"].items() for other in others}
+    synonyms |= {normalise_name(hybrid): hybrid for hybrid in hybrid_names()}
+    return synonyms.get(normalise_name(name)) or find_model_name(name)
