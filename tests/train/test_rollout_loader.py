@@ -21,7 +21,7 @@ from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.cost.kv_cache import cache_sizes
-from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
+from moefold.cost.rollout_memory import gathered_weight_bytes, min_sampling_memory, rollout_weight_bytes
 from moefold.data.prompts import Prompt
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
@@ -40,7 +40,7 @@ from moefold.train.rl.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from moefold.validate.memory_need import min_sampling_memory, min_training_memory
+from moefold.validate.memory_need import min_training_memory
 from tests.models import edit_model
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow

@@ -15,7 +15,7 @@ from moefold.cost.kv_cache import (
     rollouts_at_once,
 )
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.rollout_memory import drawn_bytes
+from moefold.cost.rollout_memory import drawn_bytes, min_sampling_memory, sampling_rank_memory
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
@@ -30,9 +30,7 @@ from moefold.validate.memory_need import (
     MemoryShortage,
     check_training_fits,
     find_shortage,
-    min_sampling_memory,
     min_training_memory,
-    sampling_rank_memory,
 )
 from tests.clock import processor_s
 

@@ -1,5 +1,7 @@
 """Copy of the tokenizer and the chat template of a run next to its checkpoints.
 
+Functions import the reader of tokenizer folders, which a run on bytes or token files does not need.
+
 A recipe names the tokenizer by a path, which may be relative, or on another machine. So its files are copied next to
 the checkpoints, and all users of a checkpoint read the copy. A checkpoint without a copy has the tokenizer's
 fingerprint, and a different file with the recorded name is refused.
@@ -18,14 +20,7 @@ from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.run import RunConfig
 from moefold.data.fingerprint import matches_fingerprint
-from moefold.data.hf_tokenizer.tokenizer_folder import (
-    TEMPLATE_DIR,
-    declaring_files,
-    has_same_content_hash,
-    read_tokenizer_folder,
-    tokenizer_file,
-)
-from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, existing_path
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TEMPLATE_DIR, TOKENIZER_FILE, existing_path
 from moefold.errors import ConfigError
 from moefold.remote_path import RemotePath, is_remote
 
@@ -55,6 +50,8 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
     name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     files: dict[str, Path] = {}
     if name and name != "bytes":
+        from moefold.data.hf_tokenizer.tokenizer_folder import declaring_files
+
         path = existing_path("data.tokenizer", name)
         files = declaring_files(path)
     if data.chat_template:
@@ -94,6 +91,8 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
     Raises:
         ConfigError: the tokenizer or its chat template is different.
     """
+    from moefold.data.hf_tokenizer.tokenizer_folder import read_tokenizer_folder, tokenizer_file
+
     saved = find_run_tokenizer(checkpoint)
     name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
@@ -143,6 +142,8 @@ def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
     name = tokenizer_name(meta.order)
     if name in ("", "bytes") or is_remote(name):
         return name
+    from moefold.data.hf_tokenizer.tokenizer_folder import tokenizer_file
+
     file = tokenizer_file(Path(name).expanduser().absolute())
     saved = find_run_tokenizer(checkpoint)
     copy = None if saved is None else tokenizer_file(saved)
@@ -157,6 +158,8 @@ def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
 
 def have_same_ids(first: Path, second: Path) -> bool:
     """Return whether two tokenizers encode text to the same ids, even if the bytes of their files differ."""
+    from moefold.data.hf_tokenizer.tokenizer_folder import has_same_content_hash
+
     try:
         return have_same_content(first, second) or has_same_content_hash(first, second)
     except (OSError, ConfigError):

@@ -19,7 +19,8 @@ from moefold.config.sections.train import AUTO_RECOMPUTE
 from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
-from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.cost.rollout_memory import further_weights, min_sampling_memory, sampling_rank_memory
+from moefold.cost.saved_tensors import KERNEL_PROFILES, BytesByPart
 from moefold.data.dataset import DataRequest
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
@@ -32,13 +33,7 @@ from moefold.topology.layout import Layout
 from moefold.train.machine_checks import check_device, check_offload_folder
 from moefold.units import GIB, format_bytes
 from moefold.validate.config import check_config
-from moefold.validate.memory_need import (
-    SNAPSHOT_PART,
-    BytesByPart,
-    further_weights,
-    min_sampling_memory,
-    sampling_rank_memory,
-)
+from moefold.validate.memory_need import SNAPSHOT_PART
 
 if TYPE_CHECKING:
     from moefold.cost.state_bytes import StateBytes

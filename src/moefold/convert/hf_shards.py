@@ -26,7 +26,7 @@ from moefold.convert.families.tensor_mapping import StateDictMapping
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation
 from moefold.convert.weight_sources import group_by_parameters
-from moefold.data.hf_tokenizer.tokenizer_folder import TEMPLATE_DIR
+from moefold.data.input_paths import TEMPLATE_DIR
 from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import RemotePath

@@ -12,6 +12,7 @@ from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
+CACHE_PART = "rollout cache"
 PAGE_POSITIONS = 64
 """Positions of a page on a CPU: `KEYS` of the C kernels."""
 CUDA_PAGE_POSITIONS = 256

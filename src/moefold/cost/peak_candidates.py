@@ -17,7 +17,6 @@ from moefold.config.base.part import Part
 from moefold.config.base.pipeline_actions import SlotRow, split_pairs
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import Counts, MemoryColumns, ModelChunk, drop_dominated, state_counts
-from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
 from moefold.topology.message_plan import live_messages, plan_messages
 from moefold.topology.schedules import schedule_named, schedule_row
 
@@ -290,6 +289,9 @@ class StepSnapshots:
             before = self._saved(backward_chunk)
             before[self.columns.end_column("in_transit")] += 2.0
             return _with_occurrence(before[None], 1.0, 1.0)
+        # Only schedules that compute two micro-batches at a time need it.
+        from moefold.cost.overlap_memory import OverlapSpec, overlap_snapshots
+
         plain, paused = (
             overlap_snapshots(
                 OverlapSpec(self.columns, self.splits_backward, recomputes), forward_chunk, backward_chunk

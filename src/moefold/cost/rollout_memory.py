@@ -1,12 +1,15 @@
 """Memory of reinforcement learning outside the training step: weights of further models, and draws of tokens."""
 
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import CACHE_PART, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.rank_state_memory import RankStateMemory
+from moefold.cost.saved_tensors import KERNEL_PROFILES, BytesByPart
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.state_bytes import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
 
+DRAWS_PART = "draws of tokens"
 MAX_WEIGHTS = 1 << 24
 """Weights of tokens that are computed at a time to draw from them. One row may have more."""
 BYTES_OF_A_WEIGHT = 24
@@ -83,3 +86,80 @@ def reference_weight_bytes(cfg: Config) -> tuple[int, ...]:
     Its gathered weights and those in the compute type are freed before the training step.
     """
     return tuple(states.weights + states.buffers for states in RankStateMemory(cfg).max_by_pp_rank)
+
+
+def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
+    """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without other models."""
+    memory = RankStateMemory(cfg, KERNEL_PROFILES[device_type])
+    cache = min_rollout_cache_bytes(cfg)
+    p = cfg.parallel
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
+        # Every stage may have ranks that draw under the other mapping: only their mean is certain.
+        sampling = rollout_config(cfg).parallel
+        draws = [drawn // (sampling.tp * sampling.pp)] * p.pp
+    else:
+        draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
+    return tuple(
+        BytesByPart(
+            {
+                "weights": states.weights,
+                "optimizer": states.optimizer - moments.offloaded,
+                "buffers": states.buffers,
+                "gathered weights": gathered,
+                CACHE_PART: cache,
+                DRAWS_PART: draw_bytes,
+            }
+        )
+        for states, moments, gathered, draw_bytes in zip(
+            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
+        )
+    )
+
+
+def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
+    """Return the bytes of draws of each stage when sampling: one rank of each tp group of the last stage draws.
+
+    On a CPU, whose ranks share memory, this is the mean of the ranks. On GPUs it is for the rank that draws.
+    """
+    return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
+
+
+def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
+    """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling, if there are any."""
+    if not cfg.rollout.ranks:
+        return ()
+
+    view = WeightSharding.from_config(rollout_config(cfg), for_training=False).layout.attention
+    sizes: dict[int, int] = {}
+    for rank, size in enumerate(rollout_weight_bytes(cfg)):
+        pp_rank = view.coordinate(rank, "pp")
+        sizes[pp_rank] = min(size, sizes.get(pp_rank, size))
+    cache = min_rollout_cache_bytes(cfg)
+    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
+    draws = _draws_by_stage(drawn, len(sizes), rollout_config(cfg).parallel.tp, device_type)
+    return tuple(
+        BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache, DRAWS_PART: draws[pp_rank]})
+        for pp_rank in sorted(sizes)
+    )
+
+
+def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
+    """Return the weight bytes of the reference model and of a second model for sampling, for each pipeline stage."""
+    by_stage = [BytesByPart() for _ in range(cfg.parallel.pp)]
+    if not cfg.is_rl:
+        return tuple(by_stage)
+
+    if cfg.rl.kl:
+        # The reference model has the weights of training, under its mapping, and no gradients.
+        for parts, size in zip(by_stage, reference_weight_bytes(cfg), strict=True):
+            parts["reference weights"] = size
+    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
+        view = WeightSharding.from_config(cfg, for_training=True).layout.attention
+        sizes: list[list[int]] = [[] for _ in by_stage]
+        for rank, size in enumerate(rollout_weight_bytes(cfg)):
+            sizes[view.coordinate(rank, "pp")].append(size)
+        # The ranks of a stage differ under the other mapping. Their mean is a lower bound for the fullest rank.
+        for parts, stage_sizes in zip(by_stage, sizes, strict=True):
+            parts["rollout weights"] = sum(stage_sizes) // len(stage_sizes)
+    return tuple(by_stage)

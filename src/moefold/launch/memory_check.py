@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
+from moefold.cost.saved_tensors import BytesByPart
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory, available_host_memory, available_process_memory
 from moefold.host.rank_env import RankEnv
@@ -11,7 +12,6 @@ from moefold.launch.accelerator import device_without_torch
 from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.validate.memory_need import (
-    BytesByPart,
     HostCapacity,
     check_sampling_fits,
     check_training_fits,

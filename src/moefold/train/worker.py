@@ -22,7 +22,6 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
-from moefold.launch.in_process import program_ranks, restored_process_state
 from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
@@ -337,6 +336,9 @@ def train_in_program(recipe: LoadedRecipe, program: ProgramHooks) -> TrainOutcom
             f"rollout.ranks={recipe.cfg.rollout.ranks} only sample, and each process of this program trains; set "
             "rollout.ranks=0, or start the job with `moefold train`"
         )
+    # Ranks that moefold or a launcher has started do not need it.
+    from moefold.launch.in_process import program_ranks, restored_process_state
+
     with restored_process_state(), program_ranks(recipe.cfg.faults.timeout_s) as ranks:
         rank_env = ranks.rank_env
         setup = ranks.run_on_all_ranks(partial(set_up_run, recipe, rank_env, program.data))

@@ -15,13 +15,10 @@ from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import AUTO_RECOMPUTE, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
+from moefold.cost.kv_cache import CACHE_PART, cache_sizes, min_rollout_cache_bytes
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.rank_state_memory import RankStateMemory
-from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
-from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.cost.shard_boxes import WeightSharding
+from moefold.cost.saved_tensors import KERNEL_PROFILES, BytesByPart
 from moefold.cost.stage_balance import plan_stages
 from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
@@ -39,13 +36,8 @@ MAX_ACTIONS = 50_000
 STEADY_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage after which the number in flight no longer grows."""
 MAX_LISTED_PARTS = 4
-CACHE_PART = "rollout cache"
-DRAWS_PART = "draws of tokens"
 SNAPSHOT_PART = "peer snapshots"
 DISABLING_SETTING = "run.check_memory=false"
-
-BytesByPart = Counter[str]
-"""Bytes of one rank, by part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +68,18 @@ class MemoryShortage:
 def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     """Return the minimum memory of a rank of each pipeline stage in a training step of a checked recipe."""
     steps = _step_memory(cfg, device_type)
-    if device_type == "cpu":
+    if device_type == "cpu" and cfg.checkpoint.peer_every:
+        from moefold.cost.peer_snapshot_memory import snapshot_bytes
+
         # With another placement they are not in the memory of the step.
         for parts, size in zip(steps, snapshot_bytes(cfg), strict=True):
             if size:
                 parts[SNAPSHOT_PART] = size
     if not cfg.is_rl:
         return steps
+    # Only a recipe with rollouts needs the sizes of their models.
+    from moefold.cost.rollout_memory import further_weights, min_sampling_memory
+
     if cfg.rollout.ranks:
         return tuple(step + further for step, further in zip(steps, further_weights(cfg), strict=True))
     # A step and sampling alternate.
@@ -92,83 +89,6 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
             steps, min_sampling_memory(cfg, device_type), further_weights(cfg), strict=True
         )
     )
-
-
-def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without other models."""
-    memory = RankStateMemory(cfg, KERNEL_PROFILES[device_type])
-    cache = min_rollout_cache_bytes(cfg)
-    p = cfg.parallel
-    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
-    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
-        # Every stage may have ranks that draw under the other mapping: only their mean is certain.
-        sampling = rollout_config(cfg).parallel
-        draws = [drawn // (sampling.tp * sampling.pp)] * p.pp
-    else:
-        draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
-    return tuple(
-        BytesByPart(
-            {
-                "weights": states.weights,
-                "optimizer": states.optimizer - moments.offloaded,
-                "buffers": states.buffers,
-                "gathered weights": gathered,
-                CACHE_PART: cache,
-                DRAWS_PART: draw_bytes,
-            }
-        )
-        for states, moments, gathered, draw_bytes in zip(
-            memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
-        )
-    )
-
-
-def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
-    """Return the bytes of draws of each stage when sampling: one rank of each tp group of the last stage draws.
-
-    On a CPU, whose ranks share memory, this is the mean of the ranks. On GPUs it is for the rank that draws.
-    """
-    return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
-
-
-def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling, if there are any."""
-    if not cfg.rollout.ranks:
-        return ()
-
-    view = WeightSharding.from_config(rollout_config(cfg), for_training=False).layout.attention
-    sizes: dict[int, int] = {}
-    for rank, size in enumerate(rollout_weight_bytes(cfg)):
-        pp_rank = view.coordinate(rank, "pp")
-        sizes[pp_rank] = min(size, sizes.get(pp_rank, size))
-    cache = min_rollout_cache_bytes(cfg)
-    drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
-    draws = _draws_by_stage(drawn, len(sizes), rollout_config(cfg).parallel.tp, device_type)
-    return tuple(
-        BytesByPart({"rollout weights": sizes[pp_rank], CACHE_PART: cache, DRAWS_PART: draws[pp_rank]})
-        for pp_rank in sorted(sizes)
-    )
-
-
-def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
-    """Return the weight bytes of the reference model and of a second model for sampling, for each pipeline stage."""
-    by_stage = [BytesByPart() for _ in range(cfg.parallel.pp)]
-    if not cfg.is_rl:
-        return tuple(by_stage)
-
-    if cfg.rl.kl:
-        # The reference model has the weights of training, under its mapping, and no gradients.
-        for parts, size in zip(by_stage, reference_weight_bytes(cfg), strict=True):
-            parts["reference weights"] = size
-    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
-        view = WeightSharding.from_config(cfg, for_training=True).layout.attention
-        sizes: list[list[int]] = [[] for _ in by_stage]
-        for rank, size in enumerate(rollout_weight_bytes(cfg)):
-            sizes[view.coordinate(rank, "pp")].append(size)
-        # The ranks of a stage differ under the other mapping. Their mean is a lower bound for the fullest rank.
-        for parts, stage_sizes in zip(by_stage, sizes, strict=True):
-            parts["rollout weights"] = sum(stage_sizes) // len(stage_sizes)
-    return tuple(by_stage)
 
 
 def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
@@ -242,6 +162,8 @@ def check_sampling_fits(cfg: Config, host: HostCapacity, training_pp_ranks: tupl
     Raises:
         ConfigError: they do not fit.
     """
+    from moefold.cost.rollout_memory import sampling_rank_memory
+
     required = sampling_rank_memory(cfg, host.device_type)
     if host.device_type == "cpu":
         host = replace(host, pp_ranks=(*host.pp_ranks, *(len(required) + rank for rank in training_pp_ranks)))

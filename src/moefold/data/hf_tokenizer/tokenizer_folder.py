@@ -33,6 +33,7 @@ from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
     GENERATION_FILE,
+    TEMPLATE_DIR,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     TOKENS_MAP_FILE,
@@ -41,7 +42,6 @@ from moefold.errors import ConfigError
 from moefold.message_text import Problem, Setting
 
 _CANNOT_ENCODE = "cannot make tokens of a text"
-TEMPLATE_DIR = "additional_chat_templates"
 SLOW_FILES = ("vocab.json", "merges.txt")
 """Files of a byte-pair encoder without a tokenizer.json."""
 UNREAD_FILES = ("*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
