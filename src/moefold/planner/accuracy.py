@@ -7,14 +7,11 @@ is empty, the mapping is incomplete and the row is skipped.
 
 import csv
 import io
-import json
 import re
-import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -26,6 +23,7 @@ from moefold.config.base.part_registry import find_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.hardware import BLACKWELL, GRACE_BLACKWELL, device_names, load_device
 from moefold.errors import ConfigError
+from moefold.package_table import package_table
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, BytesPerParam, CudaGraphs, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -67,7 +65,7 @@ _RECOMPUTE_PATTERNS = {
 }
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded parts by pattern. Sources that specify offloaded activations offload the experts' activations."""
-_RECIPES = tomllib.loads((files("moefold.planner") / "published_recipes.toml").read_text(encoding="utf-8"))
+_RECIPES = package_table("planner/published_recipes.toml")
 
 
 class SkipRowError(ValueError):
@@ -496,11 +494,9 @@ def row_key(row: PublishedRow) -> str:
     return f"{crc32(cells.encode()):08x}"
 
 
-@lru_cache(maxsize=1)
-def _unseen_errors() -> dict[str, float]:
+def _unseen_errors() -> Mapping[str, float]:
     """Return the cross-validated errors in percent that `benchmarks/fit_planner.py --unseen` wrote, by `row_key`."""
-    found: dict[str, float] = json.loads((files("moefold.planner") / "unseen_errors.json").read_text(encoding="utf-8"))
-    return found
+    return package_table("planner/unseen_errors.json")
 
 
 def mean_abs_error_pct(predictions: Sequence[Prediction]) -> float | None:

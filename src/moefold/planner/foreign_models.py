@@ -4,11 +4,9 @@ Where a source prints its FLOPs for a token, the sizes in `foreign_models.toml` 
 (tests/planner/test_model_spec.py). The layers of a hybrid are parts that moefold can count but not build.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.base.param_spec import ParamSpec
@@ -19,9 +17,12 @@ from moefold.config.layers import Layer
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.package_table import package_table
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
+
+TABLE = "planner/foreign_models.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +131,12 @@ def _model(keys: Mapping[str, Any]) -> ModelConfig:
     return _hybrid(model, **keys["hybrid"]) if "hybrid" in keys else model
 
 
-@lru_cache(maxsize=1)
-def _tables() -> dict[str, Any]:
-    return tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
-
-
 def synonyms() -> dict[str, str]:
     """Return the names of models by other spellings in tables of measurements."""
-    return {other: name for name, others in _tables()["synonyms"].items() for other in others}
+    return {other: name for name, others in package_table(TABLE)["synonyms"].items() for other in others}
 
 
 @lru_cache(maxsize=1)
 def foreign_models() -> dict[str, ModelConfig]:
     """Return the models by name. All except a `ForeignModel` can be planned and trained."""
-    return {name: _model(keys) for name, keys in _tables().items() if name != "synonyms"}
+    return {name: _model(keys) for name, keys in package_table(TABLE).items() if name != "synonyms"}
