@@ -199,18 +199,15 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
 
     Arguments and errors are as for `load_config`.
     """
-    path = None if path is None else Path(path)
-    tree = read_recipe(path) if path is not None else {}
+    folder = Path() if path is None else Path(path).parent
+    tree = {} if path is None else read_recipe(Path(path))
+    is_empty = path is not None and not any(tree.values())
+    messages = [f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe"] * is_empty
     if tree.get("parallel") == AUTO_MAPPING:
         tree["parallel"] = {"mapping": AUTO_MAPPING}
-    if path is not None:
-        resolve_paths(tree, path.parent)
-        import_part_files(tree, path.parent)
+    resolve_paths(tree, folder)
+    import_part_files(tree, folder)
     recipe = deepcopy(tree)
-    folder = Path() if path is None else path.parent
-    messages = []
-    if path is not None and not any(tree.values()):
-        messages.append(f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe")
     messages += apply_overrides(tree, overrides, folder)
     import_part_files(tree, folder)
     messages += shorten_lr_schedule(tree, recipe, overrides)

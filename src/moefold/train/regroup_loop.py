@@ -34,7 +34,7 @@ from moefold.launch.watchdog import Watchdog
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals
-from moefold.validate.world_sizes import without_lost_ranks, world_sizes_after_rank_loss
+from moefold.validate.config import without_lost_ranks, world_sizes_after_rank_loss
 
 MAX_GC_RUNS = 8
 """Maximum number of garbage collections to free a model. The last collection finds nothing."""

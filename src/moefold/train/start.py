@@ -36,10 +36,9 @@ from moefold.train.machine_checks import (
 )
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, with_world_size, world_sizes_after_rank_loss
 from moefold.validate.rl import check_fetching_ranks
 from moefold.validate.unused import check_unused_keys
-from moefold.validate.world_sizes import with_world_size, world_sizes_after_rank_loss
 
 if TYPE_CHECKING:
     from moefold.data.dataset import ProgramData
