@@ -1,4 +1,4 @@
-"""Tables that come with the package: TOML and JSON files beside the modules that read them."""
+"""Tables that come with the package: TOML and JSON files for the modules that read them."""
 
 import json
 import tomllib

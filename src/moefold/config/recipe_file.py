@@ -5,7 +5,6 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.base.limits import check_format
-from moefold.config.shipped_recipes import shipped_files
 from moefold.config.tables.tree import Tree
 from moefold.errors import ConfigError
 from moefold.message_text import closest_match
@@ -67,6 +66,8 @@ def _overwrite_advice(path: Path, error: str) -> str:
 
 
 def _nearest_recipe(path: Path) -> str:
+    from moefold.config.shipped_recipes import shipped_files
+
     folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
     files = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
     by_stem = {file.stem: file for file in reversed(files)}
