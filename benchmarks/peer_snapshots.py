@@ -23,8 +23,8 @@ from rank_trainer import RECIPE
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.peer_snapshot import PeerSnapshots, local_boxes
-from moefold.checkpoint.save import write_checkpoint
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import without_process_groups
 from moefold.config.schema import Config

@@ -23,7 +23,7 @@ from rank_trainer import RECIPE
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.load import load_weights
-from moefold.checkpoint.save import write_checkpoint
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

@@ -24,6 +24,8 @@ from moefold.planner.model_spec import ModelSpec, find_model_name, load_model_sp
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
 
+TABLE = "planner/foreign_models.toml"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba(AttentionPart):

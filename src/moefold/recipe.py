@@ -1,48 +1,31 @@
-"""Recipe loading: read TOML, apply overrides, adapt to shorter runs, infer vocab_size, follow an elastic launcher."""
+"""Recipe loading: read TOML, apply overrides, adapt to shorter runs, infer vocab_size."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import reduce
-from math import lcm
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
-from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS, check_format
+from moefold.config.base.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.keys.learning_rates import LR_KEY
 from moefold.config.keys.paths import default_of
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.overrides import AUTO_MAPPING, apply_overrides
+from moefold.config.recipe_file import read_recipe, resolve_paths
 from moefold.config.schema import Config
 from moefold.config.sections.data import DataConfig
 from moefold.config.tables.part_class import import_part_files
 from moefold.config.tables.tree import Tree
 from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
-from moefold.message_text import closest_match, nearest_numbers
-from moefold.validate.config import check_config, is_legal
 from moefold.validate.unused import check_unused_keys
 
 STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
 """Keys that count steps and must fit into run.steps together."""
-PATH_KEYS = (
-    ("data", "path"),
-    ("data", "tokenizer"),
-    ("data", "chat_template"),
-    ("parallel", "schedule"),
-    ("checkpoint", "init_from"),
-    ("checkpoint", "upcycle"),
-    ("lora", "init_from"),
-    ("moe", "replay"),
-    ("rl", "reference"),
-    ("sites", "secret"),
-)
-"""Recipe keys that name an input file or folder, by themselves or by `path` or `dense` of their table."""
 
 
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -177,77 +160,6 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
     return replace(model, vocab_size=size), message
 
 
-NEAR_WORLD_SIZES = 8
-"""Limit of the world sizes in messages, as a multiple of the available ranks."""
-
-
-def with_world_size(cfg: Config, world_size: int) -> Config:
-    """Return the recipe for another number of ranks: dp and edp change, other degrees and global batch stay.
-
-    Raises:
-        ConfigError: the recipe does not fit that number. The message names numbers that fit.
-    """
-    changed = _replace_world_size(cfg, world_size)
-    try:
-        check_config(changed)
-    except ConfigError as error:
-        p = cfg.parallel
-        fitting = fitting_world_sizes(cfg, largest=NEAR_WORLD_SIZES * world_size)
-        if not fitting:
-            raise
-        raise ConfigError(
-            f"parallel.elastic=true: the launcher started {world_size} processes, and the recipe with tp={p.tp}, "
-            f"cp={p.cp}, pp={p.pp}, ep={p.ep}, etp={p.etp} and train.global_batch_size={cfg.train.global_batch_size} "
-            f"fits {nearest_numbers(world_size, fitting)}: {error}"
-        ) from None
-    return changed
-
-
-def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
-    """Return the world sizes that the recipe fits, ascending.
-
-    All degrees except dp and edp are fixed, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
-    of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
-
-    Args:
-        largest: largest world size to consider, or None if there is no limit.
-    """
-    p = cfg.parallel
-    count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
-    dense = p.tp * p.cp * p.pp
-    multiple = lcm(dense, p.ep * p.etp * p.pp)
-    limit = count * dense if largest is None else min(largest, count * dense)
-    return [
-        number
-        for number in range(multiple, limit + 1, multiple)
-        if (cfg.parallel.may_pad_batch or count % (number // dense) == 0) and is_legal(_replace_world_size(cfg, number))
-    ]
-
-
-def without_lost_ranks(cfg: Config, world_size: int) -> Config:
-    """Return the recipe for the remaining ranks. The last of them may have padding, as in elastic jobs.
-
-    The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
-    """
-    parallel = replace(cfg.parallel, world_size=world_size, elastic=True)
-    changed = replace(cfg, parallel=parallel, faults=replace(cfg.faults, on_loss="stop", min_ranks=1))
-    if changed.parallel.dp > 1:
-        return changed
-    # A single replica has no peers.
-    return replace(changed, checkpoint=replace(changed.checkpoint, peer_every=0))
-
-
-def world_sizes_after_rank_loss(cfg: Config) -> list[int]:
-    """Return the numbers of ranks that can continue a job which has lost ranks, ascending. See faults.on_loss."""
-    limit = cfg.parallel.world_size - 1
-    sizes = fitting_world_sizes(without_lost_ranks(cfg, cfg.parallel.world_size), largest=limit)
-    return [size for size in sizes if size >= cfg.faults.min_ranks]
-
-
-def _replace_world_size(cfg: Config, world_size: int) -> Config:
-    return replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
-
-
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply the overrides in order, fill in the preset and validate.
 
@@ -287,18 +199,15 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
 
     Arguments and errors are as for `load_config`.
     """
-    path = None if path is None else Path(path)
-    tree = read_recipe(path) if path is not None else {}
+    folder = Path() if path is None else Path(path).parent
+    tree = {} if path is None else read_recipe(Path(path))
+    is_empty = path is not None and not any(tree.values())
+    messages = [f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe"] * is_empty
     if tree.get("parallel") == AUTO_MAPPING:
         tree["parallel"] = {"mapping": AUTO_MAPPING}
-    if path is not None:
-        _resolve_paths(tree, path.parent)
-        import_part_files(tree, path.parent)
+    resolve_paths(tree, folder)
+    import_part_files(tree, folder)
     recipe = deepcopy(tree)
-    folder = Path() if path is None else path.parent
-    messages = []
-    if path is not None and not any(tree.values()):
-        messages.append(f"recipe {str(path)!r} sets no key, so the defaults apply; `moefold init` writes a recipe")
     messages += apply_overrides(tree, overrides, folder)
     import_part_files(tree, folder)
     messages += shorten_lr_schedule(tree, recipe, overrides)
@@ -318,92 +227,3 @@ def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}"
             if isinstance(value, dict):
                 yield from (f"{section}.{name}" for name in _names_of_keys({key: value}))
-
-
-def _resolve_paths(tree: dict[str, object], folder: Path) -> None:
-    """Resolve the paths of a recipe that exist relative to the recipe's folder, in place.
-
-    Other paths stay relative to the current folder.
-
-    Args:
-        tree: the sections of the recipe, unchecked.
-    """
-    for section, key in PATH_KEYS:
-        keys = tree.get(section)
-        if isinstance(keys, dict) and key in keys:
-            value = keys[key]
-            if isinstance(value, list):
-                keys[key] = [_resolve_path(path, folder) for path in value]
-            elif isinstance(value, dict):
-                paths = {name: _resolve_path(value[name], folder) for name in ("path", "dense") if name in value}
-                keys[key] = value | paths
-            else:
-                keys[key] = _resolve_path(value, folder)
-
-
-def _resolve_path(path: object, folder: Path) -> object:
-    if not isinstance(path, str) or not path or "\0" in path:
-        return path
-    target = folder / path
-    try:
-        return str(target) if target.exists() else path
-    except OSError:
-        return path
-
-
-def read_recipe(path: Path) -> Tree:
-    """Parse a TOML file.
-
-    Returns:
-        The sections of the recipe.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not text or not TOML, or its format is newer.
-    """
-    try:
-        tree = parse_toml(read_text(path, MAX_RECIPE_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"recipe {str(path)!r} is a folder; name a TOML file in it") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"recipe {str(path)!r} is not text in UTF-8; a recipe is a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        hint = _overwrite_advice(path, str(error)) if "overwrite" in str(error) else ""
-        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}{hint}") from None
-    return check_format(tree, f"recipe {str(path)!r}")
-
-
-def _overwrite_advice(path: Path, error: str) -> str:
-    """Return the way out where a key has two values: it is set twice, or it is a kind and a table."""
-    number = re.search(r"at line (\d+)", error)
-    # Without a number, the error is at the end of the document. A line may be the last of a value of several lines.
-    lines = read_text(path, MAX_RECIPE_BYTES).splitlines()[: int(number[1]) if number else None]
-    keys: list[str] = []
-    for line in lines:
-        if line.lstrip().startswith("[") and "=" not in line:
-            keys = []
-        elif match := re.match(r"\s*([\w.-]+)\s*=", line):
-            keys.append(match[1])
-    if keys and keys[-1] in keys[:-1]:
-        return f": {keys[-1]} is set twice; remove one"
-    return '; the kind of a table stands in the table: kind = "mla"'
-
-
-def _nearest_recipe(path: Path) -> str:
-    from moefold.config.shipped_recipes import shipped_files
-
-    folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
-    files = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
-    by_stem = {file.stem: file for file in reversed(files)}
-    guess = closest_match(path.name.removesuffix(".toml"), by_stem)
-    if guess:
-        return f"; did you mean {str(by_stem[guess])!r}?"
-    shipped = next((name for name in shipped_files() if name.rpartition("/")[2] == path.stem), None)
-    if shipped is not None:
-        return f"; `moefold init {shipped}` writes it, or name another"
-    if by_stem:
-        return "; recipes near it: " + ", ".join(sorted(str(file) for file in by_stem.values())[:8])
-    return ""

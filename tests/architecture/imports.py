@@ -22,6 +22,7 @@ LOOSE = (
     "cache_dir",
     "folder_files",
     "integer_hash",
+    "package_table",
     "remote_path",
     "remote_copy",
     "hub",

@@ -7,7 +7,7 @@ import torch
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.load import load_checkpoint
-from moefold.checkpoint.save import write_checkpoint
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import DataRequest

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted, read_meta
 from moefold.checkpoint.entries import checkpoint_state
-from moefold.checkpoint.save import write_checkpoint
 from moefold.checkpoint.streaming_io import CheckpointSource
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights

@@ -8,7 +8,7 @@ import torch
 
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
-from moefold.checkpoint.save import write_checkpoint as write
+from moefold.checkpoint.write_checkpoint import write_checkpoint as write
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config, write_config_json
 from moefold.inference.load import LoadedModel, load_model

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.load import load_weights
-from moefold.checkpoint.save import write_checkpoint
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.schema import Config

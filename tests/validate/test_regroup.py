@@ -4,9 +4,9 @@ import pytest
 
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.recipe import load_config, load_recipe, without_lost_ranks, world_sizes_after_rank_loss
+from moefold.recipe import load_config, load_recipe
 from moefold.train.start import set_up_run
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, without_lost_ranks, world_sizes_after_rank_loss
 
 EIGHT = ("faults.on_loss=regroup", "parallel.world_size=8", "train.global_batch_size=8", "run.steps=1000")
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from moefold.checkpoint.checkpoint_meta import TrainState
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, checkpoint_folder_key
-from moefold.checkpoint.save import ShardSavePlanner, write_checkpoint
+from moefold.checkpoint.write_checkpoint import ShardSavePlanner, write_checkpoint
 from moefold.checkpoint.writing_job import WritingJob
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

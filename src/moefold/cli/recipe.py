@@ -6,10 +6,10 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
 from moefold.cli.command_parser import CommandParser
+from moefold.config.recipe_file import read_recipe
 from moefold.config.upgrade.refusals import upgraded_word
 from moefold.config.upgrade.text import upgrade_text
 from moefold.errors import ConfigError
-from moefold.recipe import read_recipe
 from moefold.terminal import print_escaped
 
 EPILOG = """examples:

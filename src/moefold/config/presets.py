@@ -1,17 +1,16 @@
 """Model presets: TOML files of [model] keys in `presets/`."""
 
 import tomllib
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from moefold.errors import ConfigError
 from moefold.message_text import closest_match
+from moefold.package_table import package_text, table_names
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of all presets, sorted."""
-    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+    return table_names("config/presets")
 
 
 def load_preset(name: str) -> dict[str, Any]:
@@ -28,9 +27,5 @@ def preset_summary(name: str) -> str:
     return _read(name).splitlines()[0].removeprefix("#").strip()
 
 
-def _folder() -> Traversable:
-    return files("moefold.config") / "presets"
-
-
 def _read(name: str) -> str:
-    return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    return package_text(f"config/presets/{name}.toml")

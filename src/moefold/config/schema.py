@@ -27,9 +27,6 @@ from moefold.config.sections.run import RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
 
-SECTIONS_OF_USE = ("model", "moe", "run")
-"""Sections of a run that are read to use its model without training. Only their parts are needed."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:

@@ -6,7 +6,6 @@ source of every fitted number.
 
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,6 +16,7 @@ from moefold.config.base.field import Bound
 from moefold.config.base.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
 from moefold.message_text import Setting, closest_match
+from moefold.package_table import package_text, table_names
 from moefold.units import GIB
 
 HIGH_PRECISION_DTYPES = ("float32", "float64")
@@ -192,7 +192,7 @@ class DetectedMachine:
 
 def device_names() -> tuple[str, ...]:
     """Return the names of all shipped devices."""
-    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+    return table_names("cost/devices")
 
 
 @lru_cache(maxsize=32)
@@ -225,11 +225,7 @@ def load_device(name_or_path: str) -> Device:
             f"{Setting('--gpu', name_or_path)} is unknown; {hint} devices are {', '.join(device_names())}, or name a "
             "FILE.toml"
         )
-    return _parse_device((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
-
-
-def _folder() -> Any:
-    return files("moefold.cost") / "devices"
+    return _parse_device(package_text(f"cost/devices/{name}.toml"), name)
 
 
 def _parse_device(text: str, where: str) -> Device:
@@ -257,7 +253,7 @@ def _read_device_table(text: str, where: str) -> dict[str, Any]:
         return tree
     if base not in device_names():
         raise ConfigError(f"{where}: base={base!r} is unknown; the devices are {', '.join(device_names())}")
-    base_tree = _read_device_table((_folder() / f"{base}.toml").read_text(encoding="utf-8"), base)
+    base_tree = _read_device_table(package_text(f"cost/devices/{base}.toml"), base)
     return {
         key: value | tree[key] if isinstance(value, dict) and isinstance(tree.get(key), dict) else tree.get(key, value)
         for key, value in (base_tree | {key: tree[key] for key in tree if key not in base_tree}).items()

@@ -9,9 +9,9 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_m
 from moefold.checkpoint.find_checkpoint import names_best, newest_checkpoint, skipped_checkpoints
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, recorded_fingerprint
 from moefold.config.model import ModelConfig
-from moefold.config.schema import SECTIONS_OF_USE
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.moe import MoEConfig
+from moefold.config.sections.run import SECTIONS_OF_USE
 from moefold.convert.families.hf_config import inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path

@@ -5,15 +5,15 @@ tools.metrics_page > docs/metrics.md`) read this table.
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.reader import NONFINITE
+from moefold.package_table import package_table
 from moefold.units import format_count
 
 
@@ -45,7 +45,7 @@ class MetricGroup:
 
 COUNTS = frozenset({"steps", "tokens", "rows", "bytes", "experts", "groups", "rounds", "sites"})
 """Units of whole numbers."""
-_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("definitions.toml").read_text(encoding="utf-8"))
+_TABLE = package_table("metrics/definitions.toml")
 MISREAD: tuple[str, ...] = tuple(_TABLE["misread"])
 """Definitions that differ from what a reader may expect. The page and the help of `moefold inspect` begin with them."""
 
@@ -183,9 +183,9 @@ CHARTS = {
     "rank_times": "Memory and ranks", "offload": "Memory and ranks", "replicas": "Replicas", "sites": "Sites",
 }  # fmt: skip
 """Groups of the charts of records whose numbers are not in `SHOWN`."""
-SHOWN = {path: DisplayPlaces(**places) for path, places in _TABLE["shown"].items()}
+SHOWN = MappingProxyType({path: DisplayPlaces(**places) for path, places in _TABLE["shown"].items()})
 """Places of the numbers of a step, by path, in the order of the charts. Others have a chart under their name."""
-LAYER_CURVES: dict[str, str] = _TABLE["layer_curves"]
+LAYER_CURVES: Mapping[str, str] = MappingProxyType(_TABLE["layer_curves"])
 """Curves of the numbers of an MoE layer in trackers."""
 _UNITS = {"_per_s": "/s", "_s": ", s", "_gib": ", GiB", "_bytes": ", bytes"}
 """Units at the ends of names."""

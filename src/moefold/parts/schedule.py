@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from moefold.config.base.pipeline_actions import SlotRow
-from moefold.config.base.schedule_row_builder import RowBuilder
+from moefold.config.base.pipeline_actions import RowBuilder, SlotRow
 from moefold.config.groups.schedule import SchedulePart
 from moefold.message_text import Problem, Setting
 from moefold.remote_path import is_remote

@@ -5,10 +5,10 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from math import log2
 
 from moefold.cost.hardware import BLACKWELL, HOPPER
+from moefold.package_table import package_text
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
@@ -187,5 +187,5 @@ def _generation(gpu: str) -> str:
 
 @lru_cache(maxsize=1)
 def _measured() -> list[dict[str, str]]:
-    text = (files("moefold.planner") / "measured.csv").read_text("utf-8")
+    text = package_text("planner/measured.csv")
     return list(csv.DictReader(io.StringIO(text)))

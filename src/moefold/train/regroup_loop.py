@@ -31,10 +31,10 @@ from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
 from moefold.launch.regroup import CannotChooseError, LostRankError, NoRankLostError, RankMembership, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
-from moefold.recipe import without_lost_ranks, world_sizes_after_rank_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.signals import StopSignals
+from moefold.validate.config import without_lost_ranks, world_sizes_after_rank_loss
 
 MAX_GC_RUNS = 8
 """Maximum number of garbage collections to free a model. The last collection finds nothing."""

@@ -11,13 +11,13 @@ from moefold.config.base.plugins import origin_of
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
-from moefold.config.schema import SECTIONS_OF_USE, Config
+from moefold.config.schema import Config
 from moefold.config.sections.checkpoint import CheckpointConfig
 from moefold.config.sections.data import DataConfig
 from moefold.config.sections.lora import LoraConfig
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.rl import RLConfig, RolloutConfig
-from moefold.config.sections.run import RunConfig
+from moefold.config.sections.run import SECTIONS_OF_USE, RunConfig
 from moefold.config.sections.sites import SitesConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights

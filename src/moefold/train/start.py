@@ -23,7 +23,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.memory_check import check_training, choose_device_type
 from moefold.message_text import Problem
-from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
+from moefold.recipe import LoadedRecipe
 from moefold.remote_path import check_protocol, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -36,7 +36,7 @@ from moefold.train.machine_checks import (
 )
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, with_world_size, world_sizes_after_rank_loss
 from moefold.validate.rl import check_fetching_ranks
 from moefold.validate.unused import check_unused_keys
 

@@ -8,6 +8,8 @@ without effect in `unused.py`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from math import lcm
 from typing import Any
 
 from moefold.config.base.layer_words import parse_layers
@@ -20,7 +22,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
-from moefold.message_text import Problem, spelled_as
+from moefold.message_text import Problem, nearest_numbers, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.checkpoint import validate_keep_every
@@ -173,3 +175,71 @@ def check_model(model: ModelConfig) -> None:
     # The other sections have defaults, not the settings of the run, and a part may refuse defaults.
     refused = (*messages, *(problem for problem in problems if problem.key.startswith("model.")))
     raise_all({str(problem): problem for problem in refused}.values())
+
+
+NEAR_WORLD_SIZES = 8
+"""Limit of the world sizes in messages, as a multiple of the available ranks."""
+
+
+def with_world_size(cfg: Config, world_size: int) -> Config:
+    """Return the recipe for another number of ranks: dp and edp change, other degrees and global batch stay.
+
+    Raises:
+        ConfigError: the recipe does not fit that number. The message names numbers that fit.
+    """
+    changed = replace(cfg, parallel=replace(cfg.parallel, world_size=world_size))
+    try:
+        check_config(changed)
+    except ConfigError as error:
+        p = cfg.parallel
+        fitting = fitting_world_sizes(cfg, largest=NEAR_WORLD_SIZES * world_size)
+        if not fitting:
+            raise
+        raise ConfigError(
+            f"parallel.elastic=true: the launcher started {world_size} processes, and the recipe with tp={p.tp}, "
+            f"cp={p.cp}, pp={p.pp}, ep={p.ep}, etp={p.etp} and train.global_batch_size={cfg.train.global_batch_size} "
+            f"fits {nearest_numbers(world_size, fitting)}: {error}"
+        ) from None
+    return changed
+
+
+def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
+    """Return the world sizes that the recipe fits, ascending.
+
+    All degrees except dp and edp are fixed, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
+    of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
+
+    Args:
+        largest: largest world size to consider, or None if there is no limit.
+    """
+    p = cfg.parallel
+    count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
+    dense = p.tp * p.cp * p.pp
+    multiple = lcm(dense, p.ep * p.etp * p.pp)
+    limit = count * dense if largest is None else min(largest, count * dense)
+    return [
+        number
+        for number in range(multiple, limit + 1, multiple)
+        if (cfg.parallel.may_pad_batch or count % (number // dense) == 0)
+        and is_legal(replace(cfg, parallel=replace(cfg.parallel, world_size=number)))
+    ]
+
+
+def without_lost_ranks(cfg: Config, world_size: int) -> Config:
+    """Return the recipe for the remaining ranks. The last of them may have padding, as in elastic jobs.
+
+    The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
+    """
+    parallel = replace(cfg.parallel, world_size=world_size, elastic=True)
+    changed = replace(cfg, parallel=parallel, faults=replace(cfg.faults, on_loss="stop", min_ranks=1))
+    if changed.parallel.dp > 1:
+        return changed
+    # A single replica has no peers.
+    return replace(changed, checkpoint=replace(changed.checkpoint, peer_every=0))
+
+
+def world_sizes_after_rank_loss(cfg: Config) -> list[int]:
+    """Return the numbers of ranks that can continue a job which has lost ranks, ascending. See faults.on_loss."""
+    limit = cfg.parallel.world_size - 1
+    sizes = fitting_world_sizes(without_lost_ranks(cfg, cfg.parallel.world_size), largest=limit)
+    return [size for size in sizes if size >= cfg.faults.min_ranks]

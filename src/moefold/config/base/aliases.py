@@ -3,18 +3,12 @@
 The tables are in `aliases.toml`. Their names are compared in lower case.
 """
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-TABLES = Path(__file__).with_name("aliases.toml")
+from moefold.package_table import package_table
 
-
-@cache
-def _tables() -> Mapping[str, Any]:
-    return tomllib.loads(TABLES.read_text(encoding="utf-8"))
+TABLES = "config/base/aliases.toml"
 
 
 def _by_their_names(rows: Mapping[str, list[str]]) -> dict[str, str]:
@@ -24,13 +18,13 @@ def _by_their_names(rows: Mapping[str, list[str]]) -> dict[str, str]:
 @cache
 def our_names(table: str) -> Mapping[str, str]:
     """Return a table by the names of other software: recipe keys, advice, matrices or options."""
-    return _by_their_names(_tables()[table])
+    return _by_their_names(package_table(TABLES)[table])
 
 
 @cache
 def our_values() -> Mapping[str, Mapping[str, str]]:
     """Return the values of moefold for each recipe key, by the values of other software."""
-    return {key: _by_their_names(rows) for key, rows in _tables()["values"].items()}
+    return {key: _by_their_names(rows) for key, rows in package_table(TABLES)["values"].items()}
 
 
 def key_hint(name: str) -> str:

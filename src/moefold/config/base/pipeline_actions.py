@@ -1,9 +1,10 @@
-"""Actions of a pipeline schedule, and checks of its rows for missing work and deadlocks.
+"""Actions of a pipeline schedule, the builder of its rows, and their checks for missing work and deadlocks.
 
 A rank runs the slots of its row in order. A slot is one action, or an overlapped forward and backward pass that start
 together once the inputs of both are available.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -137,3 +138,45 @@ def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
     if not splits_backward and any(slot[0].kind == "W" for slot in slots):
         return " has W actions, and splits_backward=False; set it to True"
     return ""
+
+
+class RowBuilder:
+    """Builder of a row: each kind of action of a stage takes its micro-batches in order."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._next = defaultdict[tuple[int, str], int](int)
+        self._pending_weight_grads = deque[int]()
+
+    @property
+    def row(self) -> SlotRow:
+        """The slots so far."""
+        return tuple(self._slots)
+
+    def add(self, stage: int, kinds: str) -> None:
+        """Append the next micro-batch of each of these kinds, one per slot. B advances both I and W."""
+        for kind in kinds:
+            self._slots.append((self._next_action(stage, kind),))
+
+    def add_pair(self, forward: int, backward: int) -> None:
+        """Append a pair: the forward pass of one stage and the whole backward pass of another micro-batch."""
+        self._slots.append((self._next_action(forward, "F"), self._next_action(backward, "B")))
+
+    def add_input_grad(self, stage: int) -> None:
+        """Append the next I action of a stage, and keep its W action pending."""
+        self.add(stage, "I")
+        self._pending_weight_grads.append(stage)
+
+    def add_weight_grads(self, count: int | None = None) -> None:
+        """Append up to `count` of the oldest pending W actions. None: all."""
+        pending = self._pending_weight_grads
+        for _ in range(len(pending) if count is None else min(count, len(pending))):
+            self.add(pending.popleft(), "W")
+
+    def _next_action(self, stage: int, kind: str) -> Action:
+        key = (stage, "I" if kind == "B" else kind)
+        action = Action(stage, kind, self._next[key])
+        self._next[key] += 1
+        if kind == "B":
+            self._next[stage, "W"] += 1
+        return action

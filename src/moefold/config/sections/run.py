@@ -7,6 +7,8 @@ from moefold.config.base.field import SAME_RUN, Bound, MaxMagnitude, VerifyAs, a
 from moefold.config.base.limits import MAX_STEPS
 from moefold.config.base.path_rules import NO_TILDE
 
+SECTIONS_OF_USE = ("model", "moe", "run")
+"""Sections of a run that are read to use its model without training. Only their parts are needed."""
 SETTINGS_FILE = "config.json"
 """File of a run folder with every key of the run, also next to checkpoints in a remote folder."""
 

@@ -15,7 +15,6 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.families.family import Family, MultimodalFolder
-from moefold.convert.families.key_spellings import spellings_of, with_all_spellings
 from moefold.convert.families.known_keys import (
     KeyReader,
     KeyReport,
@@ -29,7 +28,9 @@ from moefold.convert.families.known_keys import (
     overlay,
     plain,
     quantization_known_keys,
+    spellings_of,
     tokenizer_known_keys,
+    with_all_spellings,
 )
 from moefold.convert.families.layer_fields import joined_layers
 from moefold.convert.families.mtp import count_mtp_layers, tensor_names

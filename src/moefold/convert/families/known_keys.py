@@ -1,16 +1,14 @@
 """Keys of other people's JSON files: which were read, and which are constant, ignored, or refused by name."""
 
-import json
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from moefold.errors import ConfigError
 from moefold.message_text import Setting
+from moefold.package_table import package_table
 
 Json = Mapping[str, Any]
 
@@ -75,8 +73,7 @@ def plain(value: Any) -> Any:
     return value.values_by_key if isinstance(value, KeyReader) else value
 
 
-TABLE = Path(__file__).with_name("declared_keys.json")
-NEUTRAL_TABLE = Path(__file__).with_name("neutral_keys.toml")
+TABLE = "convert/families/declared_keys.json"
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,8 @@ class DeclaredKeys:
 @lru_cache(maxsize=1)
 def declared_keys() -> DeclaredKeys:
     """Read the table."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    return DeclaredKeys(**table | {"others": frozenset(table["others"])})
+    table = package_table(TABLE)
+    return DeclaredKeys(**{**table, "others": frozenset(table["others"])})
 
 
 ALL_KEYS = ("*",)
@@ -170,14 +167,9 @@ _TRIVIAL_LISTS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", 
 """Lists of kinds of layers with the same meaning as no list."""
 
 
-@lru_cache(maxsize=1)
-def _neutral_groups() -> Mapping[str, Any]:
-    return tomllib.loads(NEUTRAL_TABLE.read_text(encoding="utf-8"))
-
-
 def neutral_keys(table: str, family: str = "") -> dict[str, Values]:
     """Return the keys of a table of `neutral_keys.toml` with the values that change nothing."""
-    groups = _neutral_groups()[table]
+    groups = package_table("convert/families/neutral_keys.toml")[table]
     groups = groups.get(family, ()) if family else groups
     return {key: (*group["values"], None) if "values" in group else None for group in groups for key in group["keys"]}
 
@@ -311,3 +303,26 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
     """Sort the keys of a file whose keys are known only by name. Raise ConfigError if some are refused."""
     return join_reports(file, [classify_keys(file, KeyReader(keys), known, ignored)])
+
+
+def with_all_spellings(hf_config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return config.json with each key under both spellings that transformers reads. Refuses two different values."""
+    keys = dict(hf_config)
+    for alias, name in declared_keys().aliases.get(family, {}).items():
+        if keys.get(alias) is None:
+            continue
+        if keys.get(name, keys[alias]) not in (keys[alias], None):
+            raise ConfigError(
+                f"config.json has {alias}={keys[alias]!r} and {name}={keys[name]!r}, two spellings of one key; remove "
+                "the wrong one"
+            )
+        keys[name] = keys[alias]
+    return keys
+
+
+def spellings_of(names: Collection[str], family: str) -> set[str]:
+    """Return keys with their other spellings."""
+    found = set(names)
+    for alias, name in declared_keys().aliases.get(family, {}).items():
+        found |= {alias} if name in found else set()
+    return found

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
+
+from moefold.package_table import package_table
 
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 """Classes that use a tokenizer.json without changes."""
@@ -43,9 +44,7 @@ class ClassTable:
     @classmethod
     def load(cls) -> "ClassTable":
         """Read the table of the package."""
-        table = json.loads(
-            files("moefold.data.hf_tokenizer").joinpath("tokenizer_classes.json").read_text(encoding="utf-8")
-        )
+        table = package_table("data/hf_tokenizer/tokenizer_classes.json")
         return cls(**{**table, "distrusted_model_types": tuple(table["distrusted_model_types"])})
 
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:

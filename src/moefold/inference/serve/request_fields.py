@@ -5,15 +5,15 @@ change the answer. Other values, and unknown names, are refused by name.
 """
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from moefold.message_text import closest_match
+from moefold.package_table import package_table
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -41,12 +41,12 @@ MAX_TOOLS = 128
 
 ApiKind = Literal["completion", "chat"]
 
-_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-LABELS: Sequence[str] = _TABLES["labels"]
+_TABLES = package_table("inference/serve/request_fields.toml")
+LABELS: tuple[str, ...] = tuple(_TABLES["labels"])
 """Fields that identify the client, which have no effect on the answer."""
-NEUTRAL: Mapping[str, Sequence[Any]] = _TABLES["neutral"]
+NEUTRAL: Mapping[str, Sequence[Any]] = MappingProxyType(_TABLES["neutral"])
 """Fields of OpenAI and vLLM without an implementation, and their neutral values."""
-_UNIONS: Mapping[str, str] = _TABLES["unions"]
+_UNIONS: Mapping[str, str] = MappingProxyType(_TABLES["unions"])
 """Texts of the errors for values that have none of a field's types."""
 
 

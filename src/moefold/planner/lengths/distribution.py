@@ -7,10 +7,9 @@ power of the length, by default -1, which makes the logarithm of the length unif
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from moefold.config.base.field import Bound
 from moefold.config.base.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
 from moefold.message_text import Setting, closest_match
+from moefold.package_table import package_text, table_names
 
 MAX_LENGTH = 2**40
 """Longest document that a file may have, in tokens."""
@@ -117,7 +117,7 @@ def _power_quantile(
 
 def histogram_names() -> tuple[str, ...]:
     """Return the names of the shipped histograms."""
-    return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
+    return table_names("planner/lengths/histograms")
 
 
 def load_distribution(name_or_path: str) -> LengthDistribution:
@@ -128,7 +128,7 @@ def load_distribution(name_or_path: str) -> LengthDistribution:
     """
     path = Path(name_or_path)
     if name_or_path in histogram_names():
-        return _parse_histogram((_folder() / f"{name_or_path}.toml").read_text(encoding="utf-8"), name_or_path)
+        return _parse_histogram(package_text(f"planner/lengths/histograms/{name_or_path}.toml"), name_or_path)
     if not path.is_file():
         guess = closest_match(name_or_path, histogram_names())
         hint = f"did you mean {guess!r}? The" if guess else "the"
@@ -148,10 +148,6 @@ def load_distribution(name_or_path: str) -> LengthDistribution:
     if path.suffix == ".toml":
         return _parse_histogram(text, name_or_path)
     return _parse_list(text, name_or_path)
-
-
-def _folder() -> Any:
-    return files("moefold.planner.lengths") / "histograms"
 
 
 def _parse_list(text: str, name: str) -> ListedLengths:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
 from moefold.checkpoint.resume import Resume, resolve_resume
 from moefold.checkpoint.run_states import CALLBACKS, Record
-from moefold.checkpoint.save import checkpoint_meta
 from moefold.checkpoint.saver import open_saver
+from moefold.checkpoint.write_checkpoint import checkpoint_meta
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.schema import Config

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +96,8 @@ class SiteRounds(StageCallback):
     def __init__(
         self, run: RunConfig, model: ModelConfig, train: TrainConfig, sites: SitesConfig, settings: dict[str, Any]
     ) -> None:
+        self._context: TrainingContext
+        """Set when the run starts."""
         self._run = run
         self._model = model
         self._sites = sites
@@ -119,7 +120,8 @@ class SiteRounds(StageCallback):
             ConfigError: the settings or weights differ from the other sites'.
             RunError: the meeting point cannot be reached, or the state of another site did not arrive.
         """
-        context.before_save.append(lambda: self._decide(context))
+        self._context = context
+        context.before_save.append(self._decide)
         if self._sites.count == 1:
             return
         outer = outer_of(context)
@@ -131,14 +133,14 @@ class SiteRounds(StageCallback):
         digest = hash_of_ranks(outer.weights, device)
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
+        found = self._meeting.ask_until_ready(registration | weights, self._poll)
         if found is Arrival.STOPPED:
             return
         # The round after the present step will still follow.
         links = self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
         self._transfer = SiteStateTransfer(self._calendar, links)
         if found is Arrival.MISSED:
-            self._receive_state(context)
+            self._receive_state()
 
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one. It is collective."""
@@ -149,22 +151,22 @@ class SiteRounds(StageCallback):
         due = 0 if differences is None else differences.due
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
-            self._decide(context)
-            step = replace(step, sites=self._apply(context, is_overlapped=True))
-            self._send_state(context)
+            self._decide()
+            step = replace(step, sites=self._apply(is_overlapped=True))
+            self._send_state()
         elif fragments:
             outer.skip()
         if not fragments:
             return step
         context.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
-        if not self._begin(context, step.number, fragments, overlap):
-            self._receive_state(context)
+        if not self._begin(step.number, fragments, overlap):
+            self._receive_state()
             return replace(step, is_last=context.position.step == self._run.steps)
         if not overlap or self._running_exchange is None:
-            self._decide(context)
-            step = replace(step, sites=self._apply(context, is_overlapped=False))
-            self._send_state(context)
+            self._decide()
+            step = replace(step, sites=self._apply(is_overlapped=False))
+            self._send_state()
         return step
 
     def on_rollback(self, context: TrainingContext) -> None:
@@ -182,6 +184,10 @@ class SiteRounds(StageCallback):
         if self._meeting is not None:
             self._meeting.close()
 
+    @property
+    def _outer(self) -> OuterOptimizer:
+        return outer_of(self._context)
+
     def _position(self, step: int, outer: OuterOptimizer) -> Message:
         """Return the position of this site after a step, for the meeting point."""
         return {
@@ -190,56 +196,58 @@ class SiteRounds(StageCallback):
             "version": outer.num_rounds,
         }
 
-    def _poll(self, context: TrainingContext, answer: Message) -> bool:
+    def _poll(self, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites. It is collective."""
-        context.groups.recorder.set_phase("waiting for the other sites")
+        self._context.groups.recorder.set_phase("waiting for the other sites")
         awaited = describe_wait(answer, self._sites.meet)
-        if self._logged_wait != awaited and context.log is not None:
-            context.log.message(awaited)
+        if self._logged_wait != awaited and self._context.log is not None:
+            self._context.log.message(awaited)
         self._logged_wait = awaited
-        raised = [any(flags) for flags in zip(*current_world().all_gather_object(context.stop.flags), strict=True)]
+        raised = [
+            any(flags) for flags in zip(*current_world().all_gather_object(self._context.stop.flags), strict=True)
+        ]
         if any(raised):
-            context.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
+            self._context.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
         return any(raised)
 
-    def _receive_state(self, context: TrainingContext) -> None:
-        """Take over the state of another site that has more rounds, and begin its next one. It is collective."""
+    def _receive_state(self) -> None:
+        """Take over the state of another site, because this site lacks rounds, and begin its next round. Collective."""
         assert self._meeting is not None
         assert self._transfer is not None
         self._logged_wait = ""
-        offer = self._meeting.ask_for_sender(partial(self._poll, context))
+        offer = self._meeting.ask_for_sender(self._poll)
         if offer is not None:
-            self._transfer.receive(context, offer)
+            self._transfer.receive(self._context, offer)
         # Where a round is exchanged during the whole next round, the state is given between two rounds of the same
         # step, and the sender begins the second.
-        step = context.position.step
+        step = self._context.position.step
         fragments = self._calendar.fragments_due(step)
-        if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and context.status == 0:
-            self._begin(context, step, fragments, self._sites.overlap)
+        if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and self._context.status == 0:
+            self._begin(step, fragments, self._sites.overlap)
 
-    def _send_state(self, context: TrainingContext) -> None:
+    def _send_state(self) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it. Local to each rank."""
         order, self._transfer_order = self._transfer_order, None
         if order is not None and self._transfer is not None:
-            self._transfer.send(context, order)
+            self._transfer.send(self._context, order)
 
-    def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
-        """Take the differences of fragments, and start to exchange them. It is collective.
+    def _begin(self, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
+        """Take the differences of fragments, and start to exchange them. Collective.
 
         Returns:
             False if the other sites have applied rounds without this one.
         """
-        differences = self._take(context, step, fragments, overlap)
+        differences = self._take(step, fragments, overlap)
         self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
         if self._meeting is None:
             if differences.is_finite:
-                self._send(context, differences, SiteRound("", (0,), (1.0,)), None)
+                self._send(differences, SiteRound("", (0,), (1.0,)), None)
             else:
-                self._skip(context, step, "the weights are not finite")
+                self._skip(step, "the weights are not finite")
             return True
         # Read the choices before the other sites wait for this site.
-        probe = self._probe.read(context) if self._calendar.is_probed(step) else None
-        answer = self._meeting.ask_for_round(self._round_request(context, differences))
+        probe = self._probe.read(self._context) if self._calendar.is_probed(step) else None
+        answer = self._meeting.ask_for_round(self._round_request(differences))
         if answer is None:
             return False
         self._transfer_order = answer.transfer_order
@@ -247,52 +255,50 @@ class SiteRounds(StageCallback):
             # Its difference keeps growing.
             self._record["members"] = 1
         elif answer.round is None:
-            self._skip(context, step, answer.skip)
+            self._skip(step, answer.skip)
         else:
-            if answer.nonfinite and context.log is not None:
+            if answer.nonfinite and self._context.log is not None:
                 nonfinite = describe_sites(answer.nonfinite)
-                context.log.message(
+                self._context.log.message(
                     f"step {step}: {nonfinite} sent weights that are not finite; weight 0 in this round"
                 )
-            self._send(context, differences, answer.round, probe)
+            self._send(differences, answer.round, probe)
         return True
 
-    def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
-        """Take the differences of fragments after a step. It is collective."""
+    def _take(self, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
+        """Take the differences of fragments after a step. Collective."""
         began_s = time.perf_counter()
-        reshard_parameters(context.training.model.stages)
-        delta = outer_of(context).difference(fragments)
+        reshard_parameters(self._context.training.model.stages)
+        delta = self._outer.difference(fragments)
         return _Differences(
             step=step,
             due=step + overlap,
             fragments=fragments,
             delta=delta,
             is_finite=all(current_world().all_gather_object(bool(torch.isfinite(delta).all()))),
-            tokens=context.position.tokens,
+            tokens=self._context.position.tokens,
             began_s=began_s,
         )
 
-    def _round_request(self, context: TrainingContext, differences: _Differences) -> Message:
-        """Return the request for a round, for the meeting point. It is collective."""
-        outer = outer_of(context)
+    def _round_request(self, differences: _Differences) -> Message:
+        """Return the request for a round, for the meeting point. Collective."""
+        outer = self._outer
         in_pairs = self._sites.part.in_pairs
         return self._position(differences.step, outer) | {
             "do": "round",
-            "tokens": self._weight(context, differences.fragments),
+            "tokens": self._weight(differences.fragments),
             "finite": differences.is_finite,
             # The outer weights of pairs differ.
-            "digest": 0 if in_pairs else hash_of_ranks(outer.weights, context.groups.device),
+            "digest": 0 if in_pairs else hash_of_ranks(outer.weights, self._context.groups.device),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": differences.due >= self._run.steps,
             "merges": in_pairs and differences.step == self._run.steps,
         }
 
-    def _send(
-        self, context: TrainingContext, differences: _Differences, round_: SiteRound, probe: Probe | None
-    ) -> None:
+    def _send(self, differences: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
-        outer = outer_of(context)
+        outer = self._outer
         sent = outer.vector_to_send(
             differences.fragments, differences.delta, is_last=differences.step == self._run.steps
         )
@@ -307,23 +313,23 @@ class SiteRounds(StageCallback):
         if differences.is_overlapped:
             outer.begin_next()
 
-    def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
+    def _weight(self, fragments: tuple[int, ...]) -> int:
         """Return the weight of this site in a round of fragments, or 0 if it has not trained since the last round."""
-        outer = outer_of(context)
-        tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
+        outer = self._outer
+        tokens = self._context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
-    def _decide(self, context: TrainingContext) -> None:
-        """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. It is collective."""
+    def _decide(self) -> None:
+        """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
         running, self._running_exchange = self._running_exchange, None
         if running is None:
             return
         differences = running.differences
         waiting_since_s = time.perf_counter()
-        outer = outer_of(context)
-        exchanged, failure = running.wait(context.groups.recorder)
+        outer = self._outer
+        exchanged, failure = running.wait(self._context.groups.recorder)
         waited_s = time.perf_counter() - waiting_since_s
-        if self._meeting is not None and not self._vote(context, self._meeting, differences, failure):
+        if self._meeting is not None and not self._vote(self._meeting, differences, failure):
             return
         assert exchanged is not None
         outer.num_rounds += 1
@@ -337,26 +343,24 @@ class SiteRounds(StageCallback):
             differences.step, differences.due, differences.fragments, differences.delta, exchanged.mean
         )
         outer.pending = outer.with_received_values(round_, running.sent, exchanged, running.round.members)
-        self._record_exchange(context, running, exchanged, waited_s)
+        self._record_exchange(running, exchanged, waited_s)
 
-    def _vote(self, context: TrainingContext, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
-        """Vote on a round, and return whether it is applied. Otherwise it is skipped. It is collective."""
+    def _vote(self, meeting: SiteMeeting, differences: _Differences, failure: str) -> bool:
+        """Vote on a round, and return whether it is applied. Otherwise it is skipped. Collective."""
         failures = [text for text in current_world().all_gather_object(failure) if text]
         why = meeting.vote(self._calendar.rounds_until(differences.step), failures)
         if why:
             if differences.is_finite and differences.is_overlapped:
-                reshard_parameters(context.training.model.stages)
-                outer_of(context).cancel(differences.fragments, differences.delta)
-            self._skip(context, differences.step, why)
+                reshard_parameters(self._context.training.model.stages)
+                self._outer.cancel(differences.fragments, differences.delta)
+            self._skip(differences.step, why)
         return not why
 
-    def _record_exchange(
-        self, context: TrainingContext, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float
-    ) -> None:
-        """Record the metrics of an exchange. It is collective."""
+    def _record_exchange(self, running: _RunningExchange, exchanged: ExchangeResult, waited_s: float) -> None:
+        """Record the metrics of an exchange. Collective."""
         self._record |= {
             "members": len(running.round.members),
-            "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
+            "sent_bytes": _sum_of_ranks(self._context, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
             "wait_s": waited_s,
             "round_s": time.perf_counter() - running.differences.began_s,
@@ -368,27 +372,27 @@ class SiteRounds(StageCallback):
                 if exchanged.probes is None
                 else count_equal_choices(exchanged.probes, running.round.weights, own)
             )
-            equal, compared = _sum_of_ranks(context, [float(count) for count in counts])
+            equal, compared = _sum_of_ranks(self._context, [float(count) for count in counts])
             self._record["routing_overlap"] = equal / compared if compared else None
 
-    def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any, and return the metrics of the round. It is collective."""
-        outer = outer_of(context)
+    def _apply(self, *, is_overlapped: bool) -> dict[str, Any]:
+        """Take the outer step of the pending round, if any, and return the metrics of the round. Collective."""
+        outer = self._outer
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.skip()
         else:
-            reshard_parameters(context.training.model.stages)
+            reshard_parameters(self._context.training.model.stages)
             # A checkpoint has the mean `g` of a pending round, but not the difference that this site sent.
             knows_own = "members" in self._record
             if knows_own and self._model.has_moe_layers and not pending.is_mean_of_weights:
-                squares = _sum_of_ranks(context, router_squares(outer, pending))
+                squares = _sum_of_ranks(self._context, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
-            norms, metrics = outer.apply(pending, context.groups, is_overlapped=is_overlapped)
+            norms, metrics = outer.apply(pending, self._context.groups, is_overlapped=is_overlapped)
             self._record |= metrics
             if self._sites.moments == "reset":
-                context.training.reset_moments()
-            difference, mean, product, weights, averaged = _sum_of_ranks(context, list(astuple(norms)))
+                self._context.training.reset_moments()
+            difference, mean, product, weights, averaged = _sum_of_ranks(self._context, list(astuple(norms)))
             if knows_own:
                 self._record |= {
                     "difference": (difference / weights) ** 0.5 if weights else 0.0,
@@ -396,11 +400,11 @@ class SiteRounds(StageCallback):
                 }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
 
-    def _skip(self, context: TrainingContext, step: int, why: str) -> None:
+    def _skip(self, step: int, why: str) -> None:
         self._num_skipped += 1
         self._record["skipped"] = why
-        if context.log is not None:
-            context.log.log_skipped_round(step, why)
+        if self._context.log is not None:
+            self._context.log.log_skipped_round(step, why)
 
 
 def hash_of_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> int:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.config.base.pipeline_actions import SlotRow
-from moefold.config.base.schedule_row_builder import RowBuilder
+from moefold.config.base.pipeline_actions import RowBuilder, SlotRow
 from moefold.config.groups.schedule import SchedulePart
 
 

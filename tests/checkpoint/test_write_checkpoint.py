@@ -26,7 +26,7 @@ from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.io_errors import translate_io_errors
 from moefold.checkpoint.resume import resolve_resume
-from moefold.checkpoint.save import write_checkpoint
+from moefold.checkpoint.write_checkpoint import write_checkpoint
 from moefold.checkpoint.writing_job import commit, tmp_checkpoint_path
 from moefold.comm.groups import current_world
 from moefold.config.schema import Config

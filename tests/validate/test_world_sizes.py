@@ -8,8 +8,7 @@ from moefold.config.schema import Config
 from moefold.config.sections.parallel import ParallelConfig
 from moefold.config.sections.train import TrainConfig
 from moefold.errors import ConfigError
-from moefold.recipe import fitting_world_sizes, with_world_size
-from moefold.validate.config import check_config
+from moefold.validate.config import check_config, fitting_world_sizes, with_world_size
 
 
 def recipe(global_batch_size: int = 12, **parallel: int) -> Config:
