@@ -6,6 +6,7 @@ together once the inputs of both are available.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 ActionResult = tuple[int, str, int]
@@ -145,7 +146,7 @@ class RowBuilder:
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
-        self._next = defaultdict[tuple[int, str], int](int)
+        self._numbers = defaultdict[tuple[int, str], "count[int]"](count)
         self._pending_weight_grads = deque[int]()
 
     @property
@@ -167,16 +168,13 @@ class RowBuilder:
         self.add(stage, "I")
         self._pending_weight_grads.append(stage)
 
-    def add_weight_grads(self, count: int | None = None) -> None:
-        """Append up to `count` of the oldest pending W actions. None: all."""
+    def add_weight_grads(self, num_actions: int | None = None) -> None:
+        """Append up to `num_actions` of the oldest pending W actions. None: all."""
         pending = self._pending_weight_grads
-        for _ in range(len(pending) if count is None else min(count, len(pending))):
+        for _ in range(len(pending) if num_actions is None else min(num_actions, len(pending))):
             self.add(pending.popleft(), "W")
 
     def _next_action(self, stage: int, kind: str) -> Action:
-        key = (stage, "I" if kind == "B" else kind)
-        action = Action(stage, kind, self._next[key])
-        self._next[key] += 1
         if kind == "B":
-            self._next[stage, "W"] += 1
-        return action
+            next(self._numbers[stage, "W"])
+        return Action(stage, kind, next(self._numbers[stage, "I" if kind == "B" else kind]))
