@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -63,6 +63,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             logger.propagate = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Start each worker of pytest-xdist in another part of a folder's files, as each file is compiled by the first one.
+
+    In a fresh clone all workers would else compile every file. `pytest_collection_modifyitems` sorts the tests.
+    """
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and report.passed and isinstance(collector, pytest.Directory):
+        start = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = report.result[start:] + report.result[:start]
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files go to one core each, the long ones go first: those that run commands, then those with many ranks.
 
@@ -77,13 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     commands = Counter(item.path for item in items if item.get_closest_marker("e2e"))
     ranks = Counter(item.path for item in items if item.get_closest_marker("parity"))
-    files = sorted({item.path: None for item in items}, key=lambda path: (path not in commands, -ranks[path]))
+    files = sorted({item.path: None for item in items}, key=lambda path: (path not in commands, -ranks[path], path))
     waiting = [path for path in files if path.parent.name == "launch"]
     computing = [path for path in files if path not in waiting]
     between = sum(path in commands or path in ranks for path in computing) / (len(waiting) + 1)
     place = dict(zip(computing, range(len(computing)), strict=True))
     place |= {path: between * number - 0.5 for number, path in enumerate(waiting, 1)}
-    items.sort(key=lambda item: place[item.path])
+    items.sort(key=lambda item: (place[item.path], item.path))
 
 
 @pytest.hookimpl(tryfirst=True)
