@@ -44,8 +44,8 @@ def test_a_file_that_is_not_there_is_one_message(capsys):
 
 
 def test_other_software_is_priced_where_the_folder_is_a_checkout(tmp_path):
-    assert row_reader([tmp_path]) is predict_own_run
-    reader = row_reader([tmp_path, Path(__file__).parents[2]])
+    assert row_reader(tmp_path) is predict_own_run
+    reader = row_reader(Path(__file__).parents[2])
     assert (reader.__module__, reader.__name__) == ("benchmarks.published.predictions", "predict_row")
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,8 @@ virtual stages that the source does not give.
 
 The method of your own runs is the word moefold, then the axes without a column, as moefold plan --explain takes them:
 zero=3 dispatcher=alltoall recompute=norms. They are priced as moefold plan does, with all of a GPU's memory. Other
-methods are published measurements of other software. Only a checkout of moefold prices them (benchmarks/published).
+methods are published measurements of other software. Only the package of a checkout (pip install -e .) prices them, by
+benchmarks/published.
 
 example:
   moefold plan-accuracy runs.csv --json
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     """Print the error of each row and the means."""
     arguments = _parser().parse_args(argv)
 
-    accuracy = validate_predictions(arguments.table, row_reader((Path(__file__).parents[3], Path.cwd())))
+    accuracy = validate_predictions(arguments.table, row_reader(Path(__file__).parents[3]))
     if arguments.json:
         print(json.dumps(accuracy.as_dict()))
         return 0
@@ -44,14 +44,13 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def row_reader(folders: Sequence[Path]) -> RowReader:
-    """Return what prices a row: for the first folder that is a checkout, of other software too."""
-    for folder in folders:
-        if (folder / "benchmarks" / "published" / "predictions.py").is_file():
-            sys.path.append(str(folder))
-            reader: RowReader = import_module("benchmarks.published.predictions").predict_row
-            return reader
-    return predict_own_run
+def row_reader(root: Path) -> RowReader:
+    """Return what prices a row. With a checkout as the `root` folder of the package, it prices other software too."""
+    if not (root / "benchmarks" / "published" / "predictions.py").is_file():
+        return predict_own_run
+    sys.path.append(str(root))
+    reader: RowReader = import_module("benchmarks.published.predictions").predict_row
+    return reader
 
 
 def _parser() -> argparse.ArgumentParser:

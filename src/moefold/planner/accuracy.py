@@ -246,8 +246,8 @@ def predict_own_run(row: MeasuredRow) -> Prediction:
     """
     if not row.is_own:
         raise SkipRowError(
-            f"method {row['method']!r} is not {OWN}: other software is priced by the same command in a checkout of "
-            "moefold"
+            f"method {row['method']!r} is not {OWN}: other software is priced by the same command of a checkout "
+            "(pip install -e .)"
         )
     row.check_metric()
     measured = parse_measured(row["value"])
