@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
-from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.sections.train import TrainConfig
@@ -167,8 +166,8 @@ class ActivationMemoryTable:
         m = mapping
         key: tuple[Any, ...] = m.tp, self._table_cp(m), self._table_mbs(m), m.overlap
         formula = self._table_formula(m, ())
-        for part in (kind.ffn for kind in self.model_spec.kinds):
-            if isinstance(part, RoutedPart):
+        for part in (kind.ffn.routed for kind in self.model_spec.kinds):
+            if part is not None:
                 experts = ExpertMemory(formula, part)
                 # Experts that run one after another have a part of the tokens.
                 ep = m.ep * m.etp > 1 if self.kernel_profile.grouped_experts else m.ep
