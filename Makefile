@@ -88,7 +88,7 @@ parity: $(PLUGIN) ## run every parity test, the wide sweep and the long runs inc
 
 # Every n-th of the sorted test files, so that each part has files of all folders.
 SHARD ?= 1/1
-test-slow: $(PLUGIN) ## run the slow tests, or those of every n-th file from the k-th on: make test-slow SHARD=2/20
+test-slow: $(PLUGIN) ## run the slow tests, or the slow tests of every n-th file from the k-th on: make test-slow SHARD=2/20
 	@files=$$(find tests experiments/tests -name 'test_*.py' | LC_ALL=C sort | awk -v shard='$(SHARD)' 'BEGIN { \
 		split(shard, part, "/"); k = part[1]; n = part[2]; \
 		if (shard !~ /^[0-9]+\/[0-9]+$$/ || k < 1 || k > n + 0) { \
