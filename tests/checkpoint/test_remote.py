@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint import save
+from moefold.checkpoint import write_checkpoint
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.find_checkpoint import checkpoint_folder, complete_checkpoints, named_checkpoints, step_of
 from moefold.checkpoint.integrity import quick_validate
@@ -53,8 +53,8 @@ def _train_until_ended(cfg: Config, step: int, moment: str, is_killed: bool) -> 
             os.kill(os.getpid(), signal.SIGKILL)
         raise _Ended
 
-    original = getattr(save, moment)
-    with patch.object(save, moment, end), pytest.raises(_Ended):
+    original = getattr(write_checkpoint, moment)
+    with patch.object(write_checkpoint, moment, end), pytest.raises(_Ended):
         train_rank(cfg)
 
 
@@ -252,7 +252,7 @@ def _failed_save(cfg: Config) -> str:
 
     state = {f"model.{dist.get_rank()}": torch.ones(3)}
     with patch.object(RemotePath, "open", fail), pytest.raises(ConfigError) as caught:
-        save.write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=1, tokens=1)))
+        write_checkpoint.write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=1, tokens=1)))
     return str(caught.value)
 
 

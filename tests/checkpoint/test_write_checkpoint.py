@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moefold.checkpoint import save
+from moefold.checkpoint import write_checkpoint as module
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.entries import checkpoint_state
 from moefold.checkpoint.io_errors import translate_io_errors
@@ -59,7 +59,7 @@ def _save_with_slow_rename(cfg: Config) -> bool:
         time.sleep(0.5)
         commit(draft, final)
 
-    with patch.object(save, "commit", wait_and_commit):
+    with patch.object(module, "commit", wait_and_commit):
         saved = write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=4, tokens=64)))
     return saved.is_dir()
 
@@ -296,7 +296,7 @@ def _save_over_a_draft(cfg: Config) -> bool:
         found.append(left.exists())
         return write(*args, **kwargs)
 
-    with patch.object(shutil, "rmtree", delete_slowly), patch.object(save.dcp, "save", note_and_save):
+    with patch.object(shutil, "rmtree", delete_slowly), patch.object(module.dcp, "save", note_and_save):
         _save(cfg, [1])
     return found[0]
 

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moefold.checkpoint import save as save_module
+from moefold.checkpoint import write_checkpoint as module
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.find_checkpoint import (
     checkpoint_folder,
@@ -181,7 +181,7 @@ def _save_while_another_is_suspended(cfg: Config) -> list[str]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module.dcp, "save", save_in_between)
+        patch.setattr(module.dcp, "save", save_in_between)
         said.append(_save(first, 1, 1.0))
     return [*said, _save(second, 2, 2.0), _save(first, 3, 1.0)]
 

@@ -44,7 +44,7 @@ def test_a_run_that_does_not_fit_is_predicted_out_of_memory():
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"method": "MCore"}, "method 'MCore' is not moefold: other software is priced by the same command in a"),
+        ({"method": "MCore"}, "method 'MCore' is not moefold: other software is priced by the same command of a"),
         ({"method": "moefold zoro=1"}, "method zoro=1: unknown axis 'zoro'; did you mean zero?"),
         ({"method": "moefold tp=2"}, "method tp=2: tp is set twice"),
         ({"model": "Nobody-7B"}, "model 'Nobody-7B' is unknown"),

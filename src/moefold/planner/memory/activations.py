@@ -224,7 +224,7 @@ class ActivationMemoryTable:
     def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
         """Return the bytes of `_table_mbs` samples over `_table_cp` ranks, nothing offloaded, [`PARTS`, columns]."""
         formula = self._table_formula(mapping, recompute)
-        of_layers = [self._layer_table(formula, layer, mapping) for layer in self.model_spec.kinds]
+        of_layers = [self._layer_table(formula, layer.kind, mapping) for layer in self.model_spec.kinds]
         return activation_table(of_layers, self._end_table(mapping, recompute))
 
     def _table_formula(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ActivationMemory:
