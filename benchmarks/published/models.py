@@ -1,7 +1,7 @@
 """Models of published measurements: the planner's, and hybrids that the runtime does not have.
 
 Where a source prints its FLOPs for a token, the sizes in `models.toml` agree with it
-(tests/benchmarks/published/test_models.py). The layers of a hybrid are parts that moefold can count but not build.
+(tests/benchmarks/test_published_models.py). The layers of a hybrid are parts that moefold can count but not build.
 """
 
 import tomllib
@@ -23,8 +23,6 @@ from moefold.planner.model_spec import ModelSpec, find_model_name, load_model_sp
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
-
-TABLE = "planner/foreign_models.toml"
 
 
 @dataclass(frozen=True, kw_only=True)

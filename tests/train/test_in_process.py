@@ -160,6 +160,8 @@ def test_a_run_of_all_steps_without_its_last_evaluation_is_not_finished(tmp_path
     (found, wanted) = ([_held_out(record) for record in policy_runs.records(one)] for one in (cfg, whole))
     assert found == wanted
     assert wanted[-1] is not None
+    # Now it is: the metrics of a finished run are read, and no rank starts.
+    assert moefold.train_in_process(cfg).metrics == policy_runs.records(cfg)[-1]
 
 
 def _held_out(record: dict[str, Any]) -> float | None:

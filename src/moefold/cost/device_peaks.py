@@ -1,18 +1,11 @@
 """Peak dense bfloat16 throughput of devices by their names, for the MFU of a run."""
 
 import re
-import tomllib
-from functools import lru_cache
-from importlib.resources import files
+
+from moefold.package_table import package_table
 
 _PARTIAL_DEVICE = re.compile(r"\b(mig|grid|vgpu|laptop)\b")
 """Names of partial or reduced devices, whose peak is not the device's."""
-
-
-@lru_cache(maxsize=1)
-def _peaks() -> dict[str, float]:
-    """Return TFLOP/s without sparsity by pattern, in the order of the file."""
-    return tomllib.loads((files("moefold.cost") / "device_peaks.toml").read_text(encoding="utf-8"))
 
 
 def peak_bf16_tflops(device_name: str) -> float | None:
@@ -26,4 +19,6 @@ def peak_bf16_tflops(device_name: str) -> float | None:
     name = device_name.lower().replace("-", " ").replace("_", " ")
     if _PARTIAL_DEVICE.search(name):
         return None
-    return next((peak for pattern, peak in _peaks().items() if re.search(rf"\b({pattern})\b", name)), None)
+    # TFLOP/s without sparsity by pattern. The first match counts.
+    peaks = package_table("cost/device_peaks.toml")
+    return next((peak for pattern, peak in peaks.items() if re.search(rf"\b({pattern})\b", name)), None)

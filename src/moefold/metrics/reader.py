@@ -63,6 +63,17 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_records(run_dir) if record["step"] > 0]
 
 
+def has_evaluation(run_dir: Path, step: int) -> bool:
+    """Return whether the line of a step has an evaluation, finite or not. Raise as `read_lines`."""
+    records = [record for record in read_records(run_dir) if record["step"] == step]
+    if not records:
+        return False
+    record = records[-1]
+    rewards = record.get("rl")
+    reward = rewards.get("eval_reward") if isinstance(rewards, dict) else None
+    return reward is not None or record.get("eval_loss") is not None or "eval_loss" in nonfinite_of(record)
+
+
 def finite_number(value: Any) -> float:
     """Return a measurement as float, or NaN for a value of another type or a too large number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:

@@ -5,10 +5,8 @@ or a model without a preset (`models.toml`).
 """
 
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,10 @@ from moefold.cost.flops import TRAIN_TO_FORWARD, layer_flops, train_flops_per_to
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, download_advice, is_hub_url, snapshot
 from moefold.message_text import closest_match
+from moefold.package_table import package_table
 from moefold.recipe import load_config
+
+TABLE = "planner/models.toml"
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,9 @@ def load_model_spec(name: str) -> ModelSpec:
     return ModelSpec(known, config_from_dict({"model": _other_models()[known]}).model)
 
 
-@lru_cache(maxsize=1)
-def _tables() -> dict[str, Any]:
-    return tomllib.loads((files("moefold.planner") / "models.toml").read_text(encoding="utf-8"))
-
-
 def _other_models() -> dict[str, Any]:
     """Return the keys of [model] of the models without a preset."""
-    return {name: keys for name, keys in _tables().items() if name != "synonyms"}
+    return {name: keys for name, keys in package_table(TABLE).items() if name != "synonyms"}
 
 
 @lru_cache(maxsize=512)
@@ -138,7 +134,7 @@ def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
     if name in preset_names():
         return name
-    names = {other: known for known, others in _tables()["synonyms"].items() for other in others}
+    names = {other: known for known, others in package_table(TABLE)["synonyms"].items() for other in others}
     names |= {normalise_name(known): known for known in (*preset_names(), *_other_models())}
     return names.get(normalise_name(name))
 

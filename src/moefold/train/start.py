@@ -60,16 +60,21 @@ class RunSetup(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Return whether an intact checkpoint has all steps, and their evaluation.
+        """Return whether an intact checkpoint has all steps, and the run their last evaluation.
 
-        The ranks report a damaged one and resume earlier.
+        The ranks report a damaged one and resume earlier. An evaluation that was made up later is in metrics.jsonl.
         """
         cfg = self.folder.cfg
         if self.resume is None:
             return False
         meta = read_meta(self.resume)
-        if meta.step < cfg.run.steps or not meta.is_evaluated:
+        if meta.step < cfg.run.steps:
             return False
+        if not meta.is_evaluated:
+            from moefold.metrics.reader import has_evaluation
+
+            if not has_evaluation(Path(cfg.run.dir), meta.step):
+                return False
         manifest = read_manifest(self.resume)
         return not cfg.checkpoint.verify or not validate_hashes(self.resume, manifest, manifest)
 
