@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, product, takewhile
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -262,6 +262,39 @@ class Search:
                     if bound < found.best[variant].get(fold, (limit_s,))[0]:
                         variant._price_pair(self.bounds.sized_fold(pair), [found], is_beam=is_beam)
         return found.plans()
+
+    def folds_below(self, limit_s: float) -> set[Fold]:
+        """Return the folds with a mapping that takes less than `limit_s` and fits."""
+        found: set[Fold] = set()
+        pairs = [node.pair for node in takewhile(lambda node: node.bound_s < limit_s, self._pairs())]
+        # Most folds have such a mapping among the pipelines with least activations. The others are tried after that.
+        for is_small, pair in product((True, False), pairs):
+            sized_fold = self.bounds.sized_fold(pair)
+            if sized_fold[0] in found or self.bounds.step_bound(pair, ALL_ZERO_STAGES)[1] >= limit_s:
+                continue
+            if any(one._beats(limit_s, *sized_fold, is_small=is_small) for one in self.variants):
+                found.add(sized_fold[0])
+        return found
+
+    def _beats(
+        self, limit_s: float, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], *, is_small: bool
+    ) -> bool:
+        """Return whether a mapping with a micro-batch size takes less than `limit_s` and fits.
+
+        Args:
+            is_small: whether it is enough to look where `small_pipelines` may fit, and at 1F1B.
+        """
+        if is_small and self._least_recompute_s(fold, size, pipelines, ALL_ZERO_STAGES) == inf:
+            return False
+        strategies = self.space.strategies
+        capacity = self.memory_model.device.memory_bytes
+        limits: dict[tuple[int, ...], float] = {ALL_ZERO_STAGES: limit_s}
+        for choice in chain(*(self._choices(fold, size, pipelines, overlap) for overlap in (False, True))):
+            for m, seconds in self._candidates(choice, limits, 0 if is_small else len(pipelines)):
+                which = np.flatnonzero(seconds < limit_s)
+                if len(which) and (self.memory_model.totals(m, strategies, which) <= capacity).any():
+                    return True
+        return False
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
