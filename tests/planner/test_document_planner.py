@@ -100,6 +100,7 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     # Between two times: a fold is priced by itself or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
+    assert joint.search.folds_below(limit) == {plan.fold for plan in ranking if plan.time.total_s < limit}
     few = request(8, pp=1, etp=1, tp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
     assert 0 < len(few.workload.attention.known_sets) < len(asked.workload.attention.known_sets) / 2

@@ -85,7 +85,7 @@ def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespac
     best = everything.top_plans(1)[0]
     limit_s = plan.time.total_s * (1 - TIE_TOLERANCE)
     return {
-        "rank": 1 + len(everything.search.plans_below(limit_s)) if plan.memory.fits else None,
+        "rank": 1 + len(everything.search.folds_below(limit_s)) if plan.memory.fits else None,
         "num_folds": everything.num_folds,
         "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,

@@ -97,3 +97,4 @@ def assert_folds(search: Search, fixed: dict | None = None) -> None:
     for place in {0, len(ranking) // 3, 2 * len(ranking) // 3} if ranking else ():
         limit = ranking[place] * (1 - 1e-9)
         assert len(search.plans_below(limit)) == sum(seconds < limit for seconds in ranking)
+        assert search.folds_below(limit) == {plan.fold for plan in search.plans_below(limit)}

@@ -62,6 +62,10 @@ class DocumentSearch:
         found = (search.plans_below(limit_s, *target, is_beam=is_beam) for search in self.joint_searches)
         return self._best_of_folds(list(chain.from_iterable(found)))
 
+    def folds_below(self, limit_s: float) -> set[Fold]:
+        """See `Search.folds_below`."""
+        return set().union(*(search.folds_below(limit_s) for search in self.joint_searches))
+
     def smallest_plan(self) -> PlannedMapping:
         """See `Search.smallest_plan`."""
         return min((one.smallest_plan() for one in self.searches.values()), key=lambda plan: plan.memory.total)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, product, takewhile
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moefold.config.groups.context import ContextPart
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
@@ -262,6 +263,39 @@ class Search:
                         variant._price_pair(self.bounds.sized_fold(pair), [found], is_beam=is_beam)
         return found.plans()
 
+    def folds_below(self, limit_s: float) -> set[Fold]:
+        """Return the folds with a mapping that takes less than `limit_s` and fits."""
+        found: set[Fold] = set()
+        pairs = [node.pair for node in takewhile(lambda node: node.bound_s < limit_s, self._pairs())]
+        # Most folds have such a mapping among the pipelines with least activations. The others are tried after that.
+        for is_small, pair in product((True, False), pairs):
+            sized_fold = self.bounds.sized_fold(pair)
+            if sized_fold[0] in found or self.bounds.step_bound(pair, ALL_ZERO_STAGES)[1] >= limit_s:
+                continue
+            if any(one._beats(limit_s, *sized_fold, is_small=is_small) for one in self.variants):
+                found.add(sized_fold[0])
+        return found
+
+    def _beats(
+        self, limit_s: float, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], *, is_small: bool
+    ) -> bool:
+        """Return whether a mapping with a micro-batch size takes less than `limit_s` and fits.
+
+        Args:
+            is_small: whether it is enough to look where `small_pipelines` may fit, and at 1F1B.
+        """
+        if is_small and self._least_recompute_s(fold, size, pipelines, ALL_ZERO_STAGES) == inf:
+            return False
+        strategies = self.space.strategies
+        capacity = self.memory_model.device.memory_bytes
+        limits: dict[tuple[int, ...], float] = {ALL_ZERO_STAGES: limit_s}
+        for choice in chain(*(self._choices(fold, size, pipelines, overlap) for overlap in (False, True))):
+            for m, seconds in self._candidates(choice, limits, 0 if is_small else len(pipelines)):
+                which = np.flatnonzero(seconds < limit_s)
+                if len(which) and (self.memory_model.totals(m, strategies, which) <= capacity).any():
+                    return True
+        return False
+
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
         time = self.cost_model.step_time(mapping)
@@ -312,7 +346,7 @@ class Search:
     ) -> float:
         """Return the least seconds of recomputation in a step with some ZeRO stages that may fit, or inf."""
         # Overlap needs no less memory than none.
-        choices = list(self._choices(fold, size, pipelines, False)) or list(self._choices(fold, size, pipelines, True))
+        choices = self._choices(fold, size, pipelines, False) or self._choices(fold, size, pipelines, True)
         if not choices:
             return inf
         probe = choices[0].mapping()
@@ -326,12 +360,14 @@ class Search:
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
         return probe.num_micro_batches(self._global_batch_size) / probe.pp * float(extra)
 
+    @memoised(all_arguments)
     def _choices(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], overlap: bool
-    ) -> Iterator[MicroBatchChoice]:
-        """Yield the dispatchers to look at, fastest first, and the pipelines that are legal with them."""
+    ) -> list[MicroBatchChoice]:
+        """Return the dispatchers to look at, fastest first, and the pipelines that are legal with them."""
         plain = plain_pipelines(fold, pipelines)
         fastest = inf
+        found = []
         choices = [
             MicroBatchChoice(fold, size, dispatcher, overlap) for dispatcher in self.bounds.dispatchers(fold, size)
         ]
@@ -343,8 +379,9 @@ class Search:
             # Most dispatchers save the same tensors, so the fastest of them is enough.
             has_own = has_own_memory(choice.dispatcher)
             if seconds < fastest or has_own and self.memory_model.activation_memory.may_need_less(choice.mapping()):
-                yield choice._replace(pipelines=legal)
+                found.append(choice._replace(pipelines=legal))
                 fastest = fastest if has_own else seconds
+        return found
 
     def _fastest_that_fit(
         self,
@@ -406,16 +443,18 @@ class Search:
             return
         choice = choice._replace(pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
         passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
-        may_fit = self.memory.may_fit(choice)
+        is_fast = passes.seconds + STEP_OVERHEAD_S < max(limits.values())
+        may_win = self.memory.may_fit(choice) & is_fast[:, None]
         dispatch = choice.dispatcher, choice.overlap
-        for i, pipeline in enumerate(choice.pipelines):
+        for i, number in np.argwhere(may_win.any(axis=2)).tolist():
+            pipeline = choice.pipelines[i]
+            zero, moments = self.memory.placements[number]
+            limit_s = max((limit for stages, limit in limits.items() if zero in stages), default=-inf)
+            wins = may_win[i, number] & (passes.seconds[i] + STEP_OVERHEAD_S < limit_s)
             zeros = self.space.legal_zero_stages(choice.fold, choice.mbs, pipeline.schedule, *dispatch)
-            for number, (zero, moments) in enumerate(self.memory.placements):
-                limit_s = max((limit for stages, limit in limits.items() if zero in stages), default=-inf)
-                may_win = may_fit[i, number] & (passes.seconds[i] + STEP_OVERHEAD_S < limit_s)
-                if zero in zeros and may_win.any():
-                    m = choice.mapping(pipeline, zero, moments)
-                    yield m, np.where(may_win, self.cost_model.step_s(passes, m, i), inf)
+            if zero in zeros and wins.any():
+                m = choice.mapping(pipeline, zero, moments)
+                yield m, np.where(wins, self.cost_model.step_s(passes, m, i), inf)
 
     def smallest_plan(self) -> PlannedMapping:
         """Return the mapping of least memory. The space has one."""
