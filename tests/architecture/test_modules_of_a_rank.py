@@ -13,7 +13,7 @@ from moefold.train.callbacks.callback import Callback
 PRODUCTS = ("cli", "convert", "inference", "planner", "rl", "serve", "sites")
 """Folders that training does not need unless the recipe asks for them."""
 MAX_OF_TRAINER = 220
-MAX_OF_RANK = 366
+MAX_OF_RANK = 367
 LISTED = "import sys; print(*(name for name in sys.modules if name.split('.')[0] == 'moefold'))"
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"

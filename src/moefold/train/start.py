@@ -23,6 +23,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.memory_check import check_training, choose_device_type
 from moefold.message_text import Problem
+from moefold.metrics.reader import has_evaluation
 from moefold.recipe import LoadedRecipe
 from moefold.remote_path import check_protocol, to_path
 from moefold.terminal import print_escaped
@@ -70,11 +71,8 @@ class RunSetup(NamedTuple):
         meta = read_meta(self.resume)
         if meta.step < cfg.run.steps:
             return False
-        if not meta.is_evaluated:
-            from moefold.metrics.reader import has_evaluation
-
-            if not has_evaluation(Path(cfg.run.dir), meta.step):
-                return False
+        if not meta.is_evaluated and not has_evaluation(Path(cfg.run.dir), meta.step):
+            return False
         manifest = read_manifest(self.resume)
         return not cfg.checkpoint.verify or not validate_hashes(self.resume, manifest, manifest)
 
