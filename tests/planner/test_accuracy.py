@@ -53,6 +53,8 @@ def test_a_run_that_does_not_fit_is_predicted_out_of_memory():
         ({"metric": "speed"}, "metric 'speed' is not known"),
         ({"value": "fast"}, "value 'fast' is not a number"),
         ({"pp": ""}, "incomplete mapping: pp not given"),
+        ({"n_gpus": "", "gbs": "-"}, "incomplete run: n_gpus, gbs not given"),
+        ({"method": "moefold, zero=x"}, "method zero=x"),
         ({"tp": "3"}, "illegal: parallel.tp=3 must divide"),
         ({"tp": "two"}, "tp='two' is not an integer"),
     ],

@@ -64,7 +64,12 @@ class MeasuredRow:
     @property
     def is_own(self) -> bool:
         """True for a run of moefold."""
-        return self["method"].lower().split()[:1] == [OWN]
+        return [word.lower() for word in self.method_words[:1]] == [OWN]
+
+    @property
+    def method_words(self) -> list[str]:
+        """The words of the method, without commas between them."""
+        return [word.strip(",") for word in self["method"].split()]
 
 
 def read_rows(path: Path) -> list[MeasuredRow]:
@@ -255,16 +260,19 @@ def predict_own_run(row: MeasuredRow) -> Prediction:
     if lacking := [axis for axis in ("tp", "cp", "ep", "pp") if given[axis] is None]:
         raise SkipRowError(f"incomplete mapping: {', '.join(lacking)} not given")
     given["etp"] = given["etp"] or 1
+    sizes = {column: row.positive_int(column) for column in ("n_gpus", "seq_len", "gbs")}
+    if lacking := [column for column, size in sizes.items() if size is None]:
+        raise SkipRowError(f"incomplete run: {', '.join(lacking)} not given")
     precision = row["precision"].lower()
     if precision not in PRECISIONS:
         raise SkipRowError(f"precision {row['precision']!r} is not known")
     gpu = row["gpu"]
-    words = [f"{axis}={degree}" for axis, degree in given.items() if degree] + row["method"].split()[1:]
+    words = [f"{axis}={degree}" for axis, degree in given.items() if degree] + row.method_words[1:]
     try:
         options = PlanOptions(
-            num_gpus=row.positive_int("n_gpus"),
-            seq_len=row.positive_int("seq_len"),
-            global_batch_size=row.positive_int("gbs"),
+            num_gpus=sizes["n_gpus"],
+            seq_len=sizes["seq_len"],
+            global_batch_size=sizes["gbs"],
             precision=precision,
             fix=parse_axes(words, "method"),
             memory_reserve=0.0,
