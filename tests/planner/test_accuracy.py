@@ -55,6 +55,7 @@ def test_a_run_that_does_not_fit_is_predicted_out_of_memory():
         ({"pp": ""}, "incomplete mapping: pp not given"),
         ({"n_gpus": "", "gbs": "-"}, "incomplete run: n_gpus, gbs not given"),
         ({"method": "moefold, zero=x"}, "method zero=x"),
+        ({"method": "Moefold,zero=x"}, "method zero=x"),
         ({"tp": "3"}, "illegal: parallel.tp=3 must divide"),
         ({"tp": "two"}, "tp='two' is not an integer"),
     ],

@@ -153,13 +153,16 @@ def command_parser(name: str) -> CommandParser:
 
 
 def _module(name: str) -> ModuleType:
-    # An import makes 100,000 objects that all stay: collections would take a tenth of its time, and later ones too.
-    gc.disable()
-    try:
-        return importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-    finally:
-        gc.freeze()
-        gc.enable()
+    module = f"moefold.cli.{name.replace('-', '_')}"
+    if module not in sys.modules:
+        # An import makes 100,000 objects that all stay: collections would take a tenth of its time, and later ones too.
+        gc.disable()
+        try:
+            importlib.import_module(module)
+        finally:
+            gc.freeze()
+            gc.enable()
+    return sys.modules[module]
 
 
 def _listed_name(name: str) -> str:

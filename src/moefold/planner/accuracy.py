@@ -68,8 +68,8 @@ class MeasuredRow:
 
     @property
     def method_words(self) -> list[str]:
-        """The words of the method, without commas between them."""
-        return [word.strip(",") for word in self["method"].split()]
+        """The words of the method, between spaces or commas as in `parse_axes`."""
+        return self["method"].replace(",", " ").split()
 
 
 def read_rows(path: Path) -> list[MeasuredRow]:
